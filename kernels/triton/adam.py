@@ -20,7 +20,7 @@ import triton.language as tl
 from ..reference.adam import Group, code_map, thresholds
 from ..reference.rounding import Rounding
 from . import adam_kernels as kernels
-from .launch import Launch, cdiv, launch, on_device_of
+from .launch import Launch, cdiv, on_device_of
 from .tiles import MAX_REGISTERS
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -148,7 +148,8 @@ def _moments(beta1: float, beta2: float) -> dict[str, Any]:
 
 def _prepare(table: Any, index: int, group: Group, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     lr_ptr = group.lr if isinstance(group.lr, Tensor) and group.lr.device == table.device else None
-    launched = Launch(
+    launch = Launch(
+        kernels._adam_prepare_kernel,
         (cdiv(len(table.counters), _COUNTERS),),
         n_counters=len(table.counters),
         group=index,
@@ -162,7 +163,7 @@ def _prepare(table: Any, index: int, group: Group, grad_scale: Tensor | None, fo
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )
-    launch(kernels._adam_prepare_kernel, launched, table.counters, table.scalars, lr_ptr, grad_scale, found_inf)
+    launch(table.counters, table.scalars, lr_ptr, grad_scale, found_inf)
 
 
 def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -176,7 +177,8 @@ def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_i
         for param_dtype, grad_dtype, is_8bit, rounding, first_chunk, n_chunks in table.kinds:
             rows, max_registers = tile(param_dtype, is_8bit, rounding)
             tables, constants = _tables(table.device) if is_8bit else _NO_TABLES
-            launched = Launch(
+            launch = Launch(
+                kernels._adam_step_kernel,
                 (n_chunks * _PARTS,),
                 first_chunk=first_chunk,
                 PARAM_DTYPE=_DTYPES[param_dtype],
@@ -190,4 +192,4 @@ def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_i
                 maxnreg=max_registers,
                 enable_fp_fusion=False,
             )
-            launch(kernels._adam_step_kernel, launched, table.tensors, table.chunks, table.scalars, *tables)
+            launch(table.tensors, table.chunks, table.scalars, *tables)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from .arithmetic import exp
-from .launch import LAUNCHES, Launch, cdiv, launch, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, aligned, common_divisor, row_stride, with_divisor
 
 _BLOCK_COLS, _COLS_PER_WARP = 2048, 256  # 8 elements a lane: the first walk keeps three sums of each in registers
@@ -167,7 +167,7 @@ def _cross_entropy_kernel(
                 tl.store(dlogits_ptr + cols, g.to(dlogits_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _launch(
+def _run(
     logits: Tensor,
     labels: Tensor,
     results: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -181,8 +181,8 @@ def _launch(
     with on_device_of(logits):
         rows = logits if dlogits is logits else aligned(logits, common_divisor(logits.shape[1]))
         strides = row_stride(rows), row_stride(dlogits), 0 if weights is None or weights.numel() == 1 else 1
-        launched = _launch_of(plan, logits.shape, strides, wants_entropy, has_stats)
-        launch(_cross_entropy_kernel, launched, rows, labels, *results, weights, entropy_weights, dlogits)
+        launch = _launch_of(plan, logits.shape, strides, wants_entropy, has_stats)
+        launch(rows, labels, *results, weights, entropy_weights, dlogits)
 
 
 @lru_cache(maxsize=LAUNCHES)
@@ -193,6 +193,7 @@ def _launch_of(
     n_rows, n_cols = shape
     block_cols = min(_BLOCK_COLS, next_power_of_2(n_cols))
     return Launch(
+        _cross_entropy_kernel,
         (n_rows,),
         n_cols=n_cols,
         logits_row_stride=strides[0],
@@ -215,20 +216,20 @@ def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entrop
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     stats = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
     entropy = torch.empty_like(loss) if wants_entropy else None
-    _launch(logits, labels, (loss, stats, entropy), (None, None, None), plan)
+    _run(logits, labels, (loss, stats, entropy), (None, None, None), plan)
     return RowStatistics(loss, stats, entropy)
 
 
 def backward(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> Tensor:
     """reference.cross_entropy.backward. weights: contiguous, as stats."""
     dlogits = logits.new_empty(logits.shape)
-    _launch(logits, labels, (None, stats, None), (weights, None, dlogits), plan, has_stats=True)
+    _run(logits, labels, (None, stats, None), (weights, None, dlogits), plan, has_stats=True)
     return dlogits
 
 
 def backward_(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> None:
     """reference.cross_entropy.backward_."""
-    _launch(logits, labels, (None, stats, None), (weights, None, logits), plan, has_stats=True)
+    _run(logits, labels, (None, stats, None), (weights, None, logits), plan, has_stats=True)
 
 
 def forward_backward_(
@@ -236,7 +237,7 @@ def forward_backward_(
 ) -> Tensor:
     """reference.cross_entropy.forward_backward_."""
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    _launch(logits, labels, (loss, None, None), (weights, entropy_weights, logits), plan)
+    _run(logits, labels, (loss, None, None), (weights, entropy_weights, logits), plan)
     return loss
 
 
@@ -257,12 +258,13 @@ def multiply_(values: Tensor, factor: Tensor) -> None:
     if n_elements == 0:
         return
     with on_device_of(values):
-        launch(_multiply_kernel, _multiply_launch(n_elements), values, factor)
+        _multiply_launch(n_elements)(values, factor)
 
 
 @lru_cache(maxsize=LAUNCHES)
 def _multiply_launch(n_elements: int) -> Launch:
     return Launch(
+        _multiply_kernel,
         (cdiv(n_elements, _BLOCK_ELEMENTS),),
         n_elements=n_elements,
         ALIGN=common_divisor(n_elements),

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, OperandTuple, halves, reads_result
 from ..reference.philox import Rng, dropout_scale
 from . import glu_kernels as kernels
-from .launch import LAUNCHES, Launch, cdiv, launch, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, on_device_of
 from .philox import dropout_arguments, rng_arguments
 from .sum_partials import rows_per_program, sum_partials
 from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor
@@ -46,8 +46,9 @@ def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Te
     divisor = common_divisor(y.shape[-1])
     with on_device_of(gate):
         gate, up, bias = aligned(gate, divisor), aligned(up, divisor), aligned_vector(operands[2])
-        launched = _forward_launch(plan, rng is not None, y.shape, y.itemsize, _row_stride(gate), _row_stride(up))
-        launch(kernels._glu_fwd_kernel, launched, gate, up, bias, y, *rng_arguments(rng))
+        draws = rng is not None
+        launch = _forward_launch(plan, draws, y.shape, y.itemsize, _row_stride(gate), _row_stride(up))
+        launch(gate, up, bias, y, *rng_arguments(rng, draws))
     return y
 
 
@@ -60,6 +61,7 @@ def _forward_launch(
     block = _tile(n_cols, bytes_of_value, vectors=2)
     n_col_tiles = cdiv(n_cols, block.cols)
     return Launch(
+        kernels._glu_fwd_kernel,
         (cdiv(n_rows, block.rows) * n_col_tiles,),
         n_rows=n_rows,
         n_cols=n_cols,
@@ -71,7 +73,7 @@ def _forward_launch(
 
 
 def _common(plan: GluPlan, draws: bool, n_cols: int, block: Tile) -> dict[str, Any]:
-    """What forward and backward are launched with alike. Where nothing is drawn, what is dropped is 0 already."""
+    """Arguments of both kernels. Where nothing is drawn, the gradient is 0 already where elements were dropped."""
     limit = math.inf if plan.limit is None else plan.limit
     return {
         **dropout_arguments(plan.dropout_p if draws else 0.0, n_cols),
@@ -121,14 +123,11 @@ def backward(
     with on_device_of(dy):
         dy, gate, up = aligned(dy, divisor), aligned(gate, divisor), aligned(up, divisor)
         strides = tuple([_row_stride(tensor) for tensor in (dy, gate, up, dgate, dup)])
-        launched = _backward_launch(plan, rng is not None, dy.shape, dy.itemsize, strides, up is None, dbias is None)
-        partials = None
-        if dbias is not None:
-            n_parts = launched.grid[0] // launched.named["n_col_tiles"]
-            partials = dy.new_empty((1, n_parts, n_cols), dtype=torch.float32)
+        draws = rng is not None
+        n_parts, launch = _backward_launch(plan, draws, dy.shape, dy.itemsize, strides, up is None, dbias is None)
+        partials = None if dbias is None else dy.new_empty((1, n_parts, n_cols), dtype=torch.float32)
         added = None if reads_result(plan, operands) else aligned_vector(bias)
-        tensors = dy, gate, up, added, dgate, dup, partials
-        launch(kernels._glu_bwd_kernel, launched, *tensors, *rng_arguments(rng))
+        launch(dy, gate, up, added, dgate, dup, partials, *rng_arguments(rng, draws))
         if partials is not None and dbias is not None:
             sum_partials(partials, [dbias])
     return Gradients(whole, None if plan.gate_first is not None else dup, dbias)
@@ -143,8 +142,9 @@ def _backward_launch(
     strides: tuple[int, ...],
     has_one_operand: bool,
     has_no_sums: bool,
-) -> Launch:
-    """strides: of the rows of dy, gate, up and their gradients."""
+) -> tuple[int, Launch]:
+    """Into how many parts the rows are shared out, and the launch. strides: of the rows of dy, gate, up and their
+    gradients."""
     n_cols = shape[-1]
     n_rows = shape.numel() // n_cols
     # More would spill: 16-bit values and a mask, two vectors of two gradients or in rows of several tiles.
@@ -152,8 +152,10 @@ def _backward_launch(
     block = _tile(n_cols, 4 if draws else bytes_of_value, vectors)
     n_col_tiles = cdiv(n_cols, block.cols)
     rows = block.rows if has_no_sums else rows_per_program(n_rows, block, n_col_tiles)
-    return Launch(
-        (cdiv(n_rows, rows) * n_col_tiles,),
+    n_parts = cdiv(n_rows, rows)
+    launch = Launch(
+        kernels._glu_bwd_kernel,
+        (n_parts * n_col_tiles,),
         n_rows=n_rows,
         n_cols=n_cols,
         n_col_tiles=n_col_tiles,
@@ -161,6 +163,7 @@ def _backward_launch(
         **{f"{name}_row_stride": stride for name, stride in zip(_ROWS, strides, strict=True)},
         **_common(plan, draws, n_cols, block),
     )
+    return n_parts, launch
 
 
 _ROWS = ("dy", "gate", "up", "dgate", "dup")

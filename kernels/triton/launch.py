@@ -18,68 +18,60 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 LAUNCHES = 1024
-"""How many Launches a family keeps."""
+"""How many a function that makes them for each shape keeps."""
 
 
 class Launch:
-    """What sizes, strides and dtypes decide of a kernel's launch: its grid, its options and its last arguments.
+    """A kernel, and what sizes, strides and dtypes decide of its launch: the grid, the options, the last arguments.
 
-    Making one takes longer than a launch: families keep theirs, for each shape, by functools.lru_cache.
-    """
-
-    __slots__ = ("compiled", "grid", "last", "named")
-
-    def __init__(self, grid: tuple[int, ...], **named: Any) -> None:
-        self.grid, self.named = grid, named
-        self.last: tuple[Any, ...] = ()
-        """The last arguments in the kernel's order."""
-        self.compiled: dict[tuple[Any, ...], Any] = {}
-        """Device, dtypes and alignments of the first arguments -> the compiled kernel."""
-
-
-def launch(kernel: Any, plan: Launch, *first: Tensor | int | None) -> None:
-    """kernel[plan.grid](*first, **plan.named), on the current device, in a third of the host time.
+    Called with the first arguments it is kernel[grid](*first, **named), on the current device, in half of the host
+    time and less. Making one takes longer: families keep theirs for each shape, by functools.lru_cache.
 
     Triton binds and classifies all arguments of every launch to find what it compiled for them. Only what our kernels
-    are compiled for is looked at here: options, constants, which come last, and of pointers the dtype, and whether the
-    address is a multiple of 16. Numbers are not: integers are in the kernel's do_not_specialize, others are Python
-    floats. What Triton looks at besides, like hooks and debugging options that change between two launches, has no
-    effect after the first.
+    are compiled for is looked at here: options, constants, which come last, and of tensors the dtype, the device, and
+    whether the address is a multiple of 16. Numbers are not: integers are in the kernel's do_not_specialize, others
+    are Python floats. What Triton looks at besides, like debugging options that change between two launches, has no
+    effect after the first; its launch hooks run at the first only.
     """
-    if not (_TAKES_CONSTANTS and isinstance(kernel, triton.JITFunction)):  # interpreted
-        kernel[plan.grid](*first, **plan.named)
-        return
-    driver = triton.runtime.driver.active
-    device = driver.get_current_device()
-    values, kinds = [], [device]
-    for value in first:
-        if isinstance(value, Tensor):
-            kinds.append(value.dtype)
-            value = value.data_ptr()
-            kinds.append(value % 16 == 0)
-        elif value is None:
-            kinds.append(None)
-        values.append(value)
-    compiled = plan.compiled.get(key := tuple(kinds))
-    if compiled is None:
-        found = _what_is_compiled(kernel, plan, len(first)), key
-        compiled = _compiled.get(found)
-        if compiled is None:
-            _compiled[found] = kernel[plan.grid](*first, **plan.named)
+
+    __slots__ = ("_compiled", "_constants", "_last", "grid", "kernel", "named")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **named: Any) -> None:
+        self.kernel, self.grid, self.named = kernel, grid, named
+        self._last: tuple[Any, ...] = ()
+        self._constants: tuple[Any, ...] | None = None
+        """What is compiled: a function with options and constants. None where Triton interprets."""
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        """Current device, and dtypes, devices and alignments of the first arguments -> the compiled kernel."""
+        if _TAKES_CONSTANTS and isinstance(kernel, triton.JITFunction):
+            self._last = tuple([named[name] for name in kernel.arg_names if name in named])
+            options = [named.get(name) for name in ("num_warps", "maxnreg", "enable_fp_fusion")]
+            self._constants = (kernel.fn, *options, *self._last[-len(kernel.constexprs) :])
+
+    def __call__(self, *first: Tensor | int | None) -> None:
+        if self._constants is None:
+            self.kernel[self.grid](*first, **self.named)
             return
-        plan.compiled[key] = compiled
-    grid_x, grid_y, grid_z = (*plan.grid, 1, 1)[:3]
-    stream = driver.get_current_stream(device)
-    run, function = compiled.run, compiled.function
-    run(grid_x, grid_y, grid_z, stream, function, compiled.packed_metadata, None, None, None, *values, *plan.last)
-
-
-def _what_is_compiled(kernel: Any, plan: Launch, n_first: int) -> tuple[Any, ...]:
-    """The kernel, its options and constants."""
-    n_constants = len(kernel.constexprs)
-    plan.last = tuple([plan.named[name] for name in kernel.arg_names[n_first:]])
-    options = (plan.named.get(name) for name in ("num_warps", "maxnreg", "enable_fp_fusion"))
-    return (kernel.fn, *options, plan.last[-n_constants:])
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        values, kinds = [], [device]
+        for value in first:
+            if isinstance(value, Tensor):
+                kinds += value.dtype, value.get_device(), (value := value.data_ptr()) % 16 == 0
+            elif value is None:
+                kinds.append(None)
+            values.append(value)
+        compiled = self._compiled.get(key := tuple(kinds))
+        if compiled is None:
+            compiled = _compiled.get((self._constants, key))
+            if compiled is None:
+                _compiled[self._constants, key] = self.kernel[self.grid](*first, **self.named)
+                return
+            self._compiled[key] = compiled
+        grid_x, grid_y, grid_z = (*self.grid, 1, 1)[:3]
+        stream = driver.get_current_stream(device)
+        run, function = compiled.run, compiled.function
+        run(grid_x, grid_y, grid_z, stream, function, compiled.packed_metadata, None, None, None, *values, *self._last)
 
 
 _NO_SWITCH = contextlib.nullcontext()

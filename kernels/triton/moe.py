@@ -15,7 +15,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from .launch import LAUNCHES, Launch, cdiv, launch, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, aligned, common_divisor, with_divisor
 
 _TILE_BYTES = 2048
@@ -138,8 +138,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor | None, dtype: torch.dtyp
     y = _aligned(y, common_divisor(n_cols))
     out = torch.empty((n_tokens, n_cols), dtype=dtype, device=y.device)
     with on_device_of(y):
-        launched = _combine_launch(k, out.shape, y.stride(0), y.itemsize)
-        launch(_combine_kernel, launched, y, places, weights, out)
+        _combine_launch(k, out.shape, y.stride(0), y.itemsize)(y, places, weights, out)
     return out
 
 
@@ -148,6 +147,7 @@ def _combine_launch(k: int, shape: torch.Size, y_row_stride: int, bytes_of_value
     n_tokens, n_cols = shape
     tokens, cols, num_warps = _tile(n_cols, bytes_of_value, _TILE_BYTES)
     return Launch(
+        _combine_kernel,
         (cdiv(n_tokens, tokens), cdiv(n_cols, cols)),
         y_row_stride=y_row_stride,
         n_tokens=n_tokens,
@@ -193,8 +193,8 @@ def _scatter(
     y = None if y is None else _aligned(y, align)
     strides = dout.stride(0), 0 if y is None else y.stride(0)
     with on_device_of(dout):
-        launched = _scatter_launch(places.shape[1], dout.shape, strides, dout.itemsize)
-        launch(_scatter_kernel, launched, dout, y, places, weights, dy, dweights)
+        launch = _scatter_launch(places.shape[1], dout.shape, strides, dout.itemsize)
+        launch(dout, y, places, weights, dy, dweights)
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
@@ -203,6 +203,7 @@ def _scatter_launch(k: int, shape: torch.Size, strides: tuple[int, int], bytes_o
     n_tokens, n_cols = shape
     tokens, cols, num_warps = _tile(n_cols, bytes_of_value, _WHOLE_ROW_BYTES)
     return Launch(
+        _scatter_kernel,
         (cdiv(n_tokens, tokens),),
         dout_row_stride=strides[0],
         y_row_stride=strides[1],

@@ -106,17 +106,21 @@ def philox_cols(n_cols: int) -> int:
     return 8 if n_cols % 8 == 0 else 4 if n_cols % 4 == 0 else 1
 
 
-def rng_arguments(rng: tuple[int, int] | Tensor | None) -> tuple[Tensor | None, int, int]:
-    """The kernels' arguments rng_ptr, seed and offset. rng: (seed, offset), or an int64 tensor of the two."""
-    if rng is None or isinstance(rng, Tensor):
+def rng_arguments(rng: tuple[int, int] | Tensor | None, draws: bool) -> tuple[Tensor | None, int, int]:
+    """The kernels' arguments rng_ptr, seed and offset. rng: (seed, offset), or an int64 tensor of the two; any where
+    nothing is drawn."""
+    if not draws:
+        return None, 0, 0
+    assert rng is not None
+    if isinstance(rng, Tensor):
         return rng, 0, 0
     seed, offset = rng
     return None, _signed(seed), _signed(offset)
 
 
 def dropout_arguments(dropout_p: float, n_cols: int) -> dict[str, Any]:
-    """The kernels' other arguments for it. An element is kept iff its 16 bits, above any 16 others, exceed
-    drop_limit."""
+    """The kernels' arguments drop_limit, keep_scale and PHILOX_COLS. An element is kept iff its 16 bits, above any 16
+    others, exceed drop_limit."""
     threshold = dropout_threshold(dropout_p)
     if threshold == 0:
         return {"drop_limit": 0, "keep_scale": 1.0, "PHILOX_COLS": 0}

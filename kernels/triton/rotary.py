@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..reference.rotary import OperandTuple, RotaryPlan, empty_adjacent
-from .launch import LAUNCHES, Launch, cdiv, launch, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, with_divisor
 
 _TILE_PAIRS = 512
@@ -245,13 +245,12 @@ def rotate(operands: OperandTuple, plan: RotaryPlan) -> tuple[Tensor | None, Ten
     strides = tuple([tensor.stride() for tensor in tensors])
     rounds = some.dtype == cos.dtype == (plan.dtype or cos.dtype) != torch.float32
     with on_device_of(cos):
-        launched = _launch(plan, rounds, some.shape, (cos.shape, sin.shape), n_q_heads, n_heads, strides)
-        launch(_rotary_kernel, launched, *tensors)
+        _launch_of(plan, rounds, some.shape, (cos.shape, sin.shape), n_q_heads, n_heads, strides)(*tensors)
     return q_out, k_out
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
-def _launch(
+def _launch_of(
     plan: RotaryPlan,
     rounds: bool,
     shape: torch.Size,
@@ -269,6 +268,7 @@ def _launch(
     values = [*q[:3], *k[:3], *q_out[:3], *k_out[:3]]
     values += [*_table_strides(tables[0], cos), *_table_strides(tables[1], sin)]
     return Launch(
+        _rotary_kernel,
         (n_position_blocks * batch, cdiv(n_heads, _HEADS_PER_PROGRAM)),
         **dict(zip([*_STRIDES, *_TABLE_STRIDES], values, strict=True)),
         n_q_heads=n_q_heads,

@@ -6,6 +6,7 @@ The formulas stand in row_norm_kernels.py; here are the sizes of tiles, the part
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +24,11 @@ from ..reference.row_norm import (
     outputs_of,
 )
 from . import row_norm_kernels as kernels
-from .launch import LAUNCHES, Launch, cdiv, launch, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, on_device_of
 from .philox import dropout_arguments, rng_arguments
 from .sum_partials import rows_per_program, sum_partials
 from .tiles import (
     MAX_REGISTERS,
-    Tile,
     TileRule,
     aligned,
     aligned_vector,
@@ -72,8 +72,8 @@ def forward(operands: Operands, rng: tuple[int, int] | Tensor | None, plan: RowN
     with on_device_of(x):
         x, residual = aligned(x, divisor), aligned(residual, divisor)
         vectors = aligned_vector(bias), aligned_vector(weight), aligned_vector(norm_bias)
-        launched = _forward_launch(plan, x.shape, row_stride(x), row_stride(residual))
-        launch(kernels._row_norm_fwd_kernel, launched, x, residual, *vectors, *outputs, *rng_arguments(rng))
+        launch = _forward_launch(plan, x.shape, row_stride(x), row_stride(residual))
+        launch(x, residual, *vectors, *outputs, *rng_arguments(rng, plan.dropout_p > 0.0))
     return outputs
 
 
@@ -83,6 +83,7 @@ def _forward_launch(plan: RowNormPlan, shape: torch.Size, x_row_stride: int, res
     normed = plan.norm != _NONE
     block = tile(FORWARD, n_cols, whole_rows=normed)
     return Launch(
+        kernels._row_norm_fwd_kernel,
         (cdiv(n_rows, block.rows), 1 if normed else cdiv(n_cols, block.cols)),
         **dropout_arguments(plan.dropout_p, n_cols),
         eps=float(plan.eps),
@@ -133,71 +134,70 @@ def backward(
     # In which order a tile's rows and columns are summed is up to its warps. LayerNorm has those for all of its sums,
     # whichever are wanted; RMSNorm has one sum, or the bias's as well.
     one_sum = dy is None or (plan.norm != _LAYER and dbias is None)
-    block = tile(BACKWARD_ONE_SUM if one_sum else BACKWARD, n_cols, whole_rows=dy is not None)
-    n_col_tiles = cdiv(n_cols, block.cols)
-    rows = rows_per_program(n_rows, block, n_col_tiles)
-    n_programs = cdiv(n_rows, rows)
-    workspace = like.new_empty((len(summed), n_programs, n_cols), dtype=torch.float32) if summed else None
-    partials = iter(workspace if workspace is not None else ())
-    partials_of = [None if gradient is None else next(partials) for gradient in sums]
     divisor = common_divisor(n_cols)
     with on_device_of(like):
         dy, dz, z = aligned(dy, divisor), aligned(dz, divisor), aligned(z, divisor)
         strides = row_stride(dy), row_stride(dz), row_stride(z)
-        given = dy, dz, z, mean, rstd, aligned_vector(weight)
-        row_means = None
-        if needs_row and n_col_tiles > 1:
-            row_means = like.new_empty((2, n_rows), dtype=torch.float32)
-            means_launch = _row_means_launch(plan.weight_offset, like.shape, strides)
-            launch(kernels._row_means_kernel, means_launch, given[0], *given[2:], row_means)
-        launched = _backward_launch(plan, like.shape, strides, dy is not None, block, rows)
-        written = row_means, dx, dresidual, *partials_of
-        launch(kernels._row_norm_bwd_kernel, launched, *given, *written, *rng_arguments(rng))
+        launches = _backward_launches(plan, like.shape, strides, dy is not None, one_sum, needs_row)
+        workspace = None
         if summed:
+            workspace = like.new_empty((len(summed), launches.n_programs, n_cols), dtype=torch.float32)
+        partials = iter(workspace if workspace is not None else ())
+        partials_of = [None if gradient is None else next(partials) for gradient in sums]
+        weight = aligned_vector(weight)
+        row_means = None
+        if launches.row_means is not None:
+            row_means = like.new_empty((2, n_rows), dtype=torch.float32)
+            launches.row_means(dy, z, mean, rstd, weight, row_means)
+        written = row_means, dx, dresidual, *partials_of
+        launches.gradients(dy, dz, z, mean, rstd, weight, *written, *rng_arguments(rng, plan.dropout_p > 0.0))
+        if workspace is not None:
             sum_partials(workspace, summed)
     return gradients
 
 
+class _BackwardLaunches(NamedTuple):
+    n_programs: int
+    """That share out the rows."""
+    row_means: Launch | None
+    """For rows wider than a tile."""
+    gradients: Launch
+
+
 @lru_cache(maxsize=LAUNCHES)
-def _row_means_launch(weight_offset: float, shape: torch.Size, strides: tuple[int, int, int]) -> Launch:
+def _backward_launches(
+    plan: RowNormPlan, shape: torch.Size, strides: tuple[int, int, int], normed: bool, one_sum: bool, needs_row: bool
+) -> _BackwardLaunches:
     """strides: of the rows of dy, dz and z."""
     n_rows, n_cols = shape
-    block = tile(ROW_MEANS, n_cols)
-    return Launch(
-        (n_rows,),
-        weight_offset=float(weight_offset),
-        n_rows=n_rows,
-        n_cols=n_cols,
-        dy_row_stride=strides[0],
-        z_row_stride=strides[2],
-        ALIGN=common_divisor(n_cols),
-        BLOCK_COLS=block.cols,
-        num_warps=block.num_warps,
-        enable_fp_fusion=False,
-    )
-
-
-@lru_cache(maxsize=LAUNCHES)
-def _backward_launch(
-    plan: RowNormPlan, shape: torch.Size, strides: tuple[int, int, int], normed: bool, block: Tile, rows: int
-) -> Launch:
-    """strides: of the rows of dy, dz and z. rows: of a program."""
-    n_rows, n_cols = shape
-    return Launch(
-        (cdiv(n_rows, rows), cdiv(n_cols, block.cols)),
+    block = tile(BACKWARD_ONE_SUM if one_sum else BACKWARD, n_cols, whole_rows=normed)
+    n_col_tiles = cdiv(n_cols, block.cols)
+    rows = rows_per_program(n_rows, block, n_col_tiles)
+    common = {
+        "weight_offset": float(plan.weight_offset),
+        "n_rows": n_rows,
+        "n_cols": n_cols,
+        "dy_row_stride": strides[0],
+        "z_row_stride": strides[2],
+        "ALIGN": common_divisor(n_cols),
+        "enable_fp_fusion": False,
+    }
+    row_means = None
+    if needs_row and n_col_tiles > 1:
+        wide = tile(ROW_MEANS, n_cols)
+        tile_of_means = {"BLOCK_COLS": wide.cols, "num_warps": wide.num_warps}
+        row_means = Launch(kernels._row_means_kernel, (n_rows,), **tile_of_means, **common)
+    gradients = Launch(
+        kernels._row_norm_bwd_kernel,
+        (cdiv(n_rows, rows), n_col_tiles),
         **dropout_arguments(plan.dropout_p, n_cols),
-        weight_offset=float(plan.weight_offset),
-        n_rows=n_rows,
-        n_cols=n_cols,
         rows_per_program=rows,
-        dy_row_stride=strides[0],
         dz_row_stride=strides[1],
-        z_row_stride=strides[2],
         NORM=plan.norm if normed else _NONE,
-        ALIGN=common_divisor(n_cols),
         BLOCK_ROWS=block.rows,
         BLOCK_COLS=block.cols,
         num_warps=block.num_warps,
         maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=False,
+        **common,
     )
+    return _BackwardLaunches(cdiv(n_rows, rows), row_means, gradients)

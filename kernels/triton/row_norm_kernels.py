@@ -150,7 +150,7 @@ def _row_norm_fwd_kernel(
     z_ptr,
     mean_ptr,
     rstd_ptr,
-    # random numbers: philox.dropout_arguments
+    # random numbers: philox.rng_arguments and dropout_arguments
     rng_ptr,
     seed: tl.int64,
     offset: tl.int64,
@@ -356,7 +356,7 @@ def _row_norm_bwd_kernel(
     dbias_partials_ptr,
     dweight_partials_ptr,
     dnorm_bias_partials_ptr,
-    # random numbers: philox.dropout_arguments
+    # random numbers: philox.rng_arguments and dropout_arguments
     rng_ptr,
     seed: tl.int64,
     offset: tl.int64,

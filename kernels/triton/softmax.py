@@ -19,7 +19,7 @@ from ..reference.philox import dropout_scale
 from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from . import softmax_backward_kernels as backward_kernels
 from . import softmax_kernels as kernels
-from .launch import LAUNCHES, Launch, cdiv, launch, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
 from .philox import dropout_arguments, rng_arguments
 from .sum_partials import sum_partials
 from .tiles import MAX_REGISTERS, Tile, TileRule, aligned, common_divisor, tile
@@ -78,8 +78,8 @@ def forward(
     with on_device_of(scores):
         scores = aligned(scores, common_divisor(n_cols))
         read = None if mask is None else layout
-        launched = _forward_launch(plan, scores.shape, scores.stride(0), scores.itemsize, read, n_queries)
-        launch(kernels._softmax_fwd_kernel, launched, scores, mask, y, p, *rng_arguments(rng))
+        launch = _forward_launch(plan, scores.shape, scores.stride(0), scores.itemsize, read, n_queries)
+        launch(scores, mask, y, p, *rng_arguments(rng, plan.dropout_p > 0.0))
     return y, p
 
 
@@ -97,6 +97,7 @@ def _forward_launch(
     block = tile(FORWARD_BUSY if plan.causal or plan.dropout_p > 0.0 else FORWARD, n_cols)
     n_programs = cdiv(n_rows, block.rows)
     return Launch(
+        kernels._softmax_fwd_kernel,
         (n_programs,),
         **dropout_arguments(plan.dropout_p, n_cols),
         scale=plan.scale,
@@ -186,7 +187,7 @@ def backward(
         if dmask is not None:
             _backward_mask(dy, p, dscores, dmask, layout, plan, sizes)
         elif dscores is not None:
-            launch(backward_kernels._softmax_bwd_kernel, _backward_launch(plan, sizes), dy, p, dscores)
+            _backward_launch(plan, sizes)(dy, p, dscores)
     return dscores, dmask
 
 
@@ -218,6 +219,7 @@ def _backward_launch(plan: SoftmaxPlan, sizes: _Sizes) -> Launch:
     n_rows, n_cols = sizes.shape
     block = tile(BACKWARD, n_cols)
     return Launch(
+        backward_kernels._softmax_bwd_kernel,
         (cdiv(n_rows, block.rows),),
         scale=plan.scale,
         n_rows=n_rows,
@@ -239,35 +241,37 @@ def _backward_mask(
     plan: SoftmaxPlan,
     sizes: _Sizes,
 ) -> None:
-    n_partials, dots_launch, launched = _backward_mask_launches(plan, sizes, layout)
+    n_partials, launch_dots, launch = _backward_mask_launches(plan, sizes, layout)
     row_dots = None
-    if dots_launch is not None:
+    if launch_dots is not None:
         row_dots = dmask.new_empty(dy.shape[0])
-        launch(backward_kernels._row_dots_kernel, dots_launch, dy, p, row_dots)
+        launch_dots(dy, p, row_dots)
     partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
-    launch(backward_kernels._softmax_bwd_mask_kernel, launched, dy, p, row_dots, dscores, partials)
+    launch(dy, p, row_dots, dscores, partials)
     if n_partials > 1:
         sum_partials(partials.view(1, n_partials, -1), [dmask.view(-1)])
 
 
 @lru_cache(maxsize=LAUNCHES)
 def _backward_mask_launches(plan: SoftmaxPlan, sizes: _Sizes, layout: MaskLayout) -> tuple[int, Launch | None, Launch]:
-    """How many partial sums a number of dmask has; the row dots' launch, where a row is no tile; the gradients'."""
+    """How many partial sums a number of dmask has; the row dots' launch, for rows wider than a tile; the gradients'."""
     n_rows, n_cols = sizes.shape
     common = _common(plan, sizes)
     groups = _groups(layout.sizes, layout.strides)
     block = tile(BACKWARD_MASK, n_cols)
     n_col_tiles = cdiv(n_cols, block.cols)
-    dots_launch = None
+    launch_dots = None
     if n_col_tiles > 1:
         wide = tile(BACKWARD, n_cols)
-        dots_launch = Launch((n_rows,), n_rows=n_rows, BLOCK_COLS=wide.cols, num_warps=wide.num_warps, **common)
+        sizes_of_rows = {"n_rows": n_rows, "BLOCK_COLS": wide.cols, "num_warps": wide.num_warps}
+        launch_dots = Launch(backward_kernels._row_dots_kernel, (n_rows,), **sizes_of_rows, **common)
     shared_rows = shared_rows_per_tile(groups.n_mask_rows, block)
     n_mask_tiles = cdiv(groups.n_mask_rows * shared_rows, block.rows)
     n_steps = cdiv(groups.n_shared, shared_rows)
     steps = steps_per_program(n_mask_tiles * n_col_tiles, n_steps)
     n_chunks = cdiv(n_steps, steps)
-    launched = Launch(
+    launch = Launch(
+        backward_kernels._softmax_bwd_mask_kernel,
         (n_mask_tiles, n_chunks, n_col_tiles),
         scale=plan.scale,
         **groups._asdict(),
@@ -281,4 +285,4 @@ def _backward_mask_launches(plan: SoftmaxPlan, sizes: _Sizes, layout: MaskLayout
         maxnreg=MAX_REGISTERS,
         **common,
     )
-    return n_chunks * shared_rows, dots_launch, launched
+    return n_chunks * shared_rows, launch_dots, launch

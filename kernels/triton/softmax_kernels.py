@@ -210,7 +210,7 @@ def _softmax_fwd_kernel(
     # outputs: [n_rows, n_cols]; p None: not stored
     y_ptr,
     p_ptr,
-    # random numbers: philox.dropout_arguments
+    # random numbers: philox.rng_arguments and dropout_arguments
     rng_ptr,
     seed: tl.int64,
     offset: tl.int64,

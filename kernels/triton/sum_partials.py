@@ -11,7 +11,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from .launch import LAUNCHES, Launch, cdiv, launch
+from .launch import LAUNCHES, Launch, cdiv
 from .tiles import Tile, common_divisor, with_divisor
 
 _TILE = Tile(rows=64, cols=32, num_warps=8)
@@ -34,12 +34,13 @@ def sum_partials(partials: Tensor, outputs: Sequence[Tensor]) -> None:
     partials: [outputs, n_partials, n_cols] float32. outputs: [n_cols], any dtype, each. Less than 2^31 columns.
     """
     _, n_partials, n_cols = partials.shape
-    launch(_sum_partials_kernel, _launch(len(outputs), n_partials, n_cols), partials, *[*outputs, None, None][:3])
+    _launch_of(len(outputs), n_partials, n_cols)(partials, *[*outputs, None, None][:3])
 
 
 @lru_cache(maxsize=LAUNCHES)
-def _launch(n_outputs: int, n_partials: int, n_cols: int) -> Launch:
+def _launch_of(n_outputs: int, n_partials: int, n_cols: int) -> Launch:
     return Launch(
+        _sum_partials_kernel,
         (cdiv(n_cols, _TILE.cols), n_outputs),
         n_partials=n_partials,
         n_cols=n_cols,

@@ -1,4 +1,4 @@
-"""launch(): which launches share what Triton compiled, and with which arguments that is run."""
+"""Launch: which launches share what Triton compiled, and with which arguments that is run."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel()
 
 
+class OnAnotherDevice(Tensor):
+    """Which Triton, when it is asked, refuses or does not."""
+
+    def get_device(self) -> int:
+        return 1
+
+
 X = torch.zeros(64)
 GIVEN = {"n": 64, "scale": 1.0, "ALIGN": 16, "BLOCK": 32, "num_warps": 4}
 
@@ -62,7 +69,7 @@ def run(
     grid: tuple[int, ...] = (2,),
     **new: Any,
 ) -> None:
-    launching.launch(kernel, launching.Launch(grid, **{**GIVEN, **new}), x, bias, seed)
+    launching.Launch(kernel, grid, **{**GIVEN, **new})(x, bias, seed)
 
 
 def test_other_values_are_no_other_kernel(kernel: Kernel) -> None:
@@ -76,18 +83,20 @@ def test_other_values_are_no_other_kernel(kernel: Kernel) -> None:
     assert kernel.runs == [(3, 5, 1, "stream of 0", "function", "metadata", *hooks, *values)]
 
 
-def test_one_launch_with_other_tensors(kernel: Kernel) -> None:
+def test_one_launch_with_other_tensors(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a Launch has found it keeps, apart for every dtype and alignment, and no seed with it."""
-    launch = launching.Launch((2,), **GIVEN)
-    tensors = [X, X.half(), X[1:], torch.ones(16), None]
-    for _ in range(3):
-        for x in tensors:
-            launching.launch(kernel, launch, x, None, len(kernel.runs))
-    assert kernel.searches == 4
-    assert [run[-7:-5] for run in kernel.runs] == [
-        (None if x is None else x.data_ptr(), None) for x in [tensors[3], *tensors, *tensors]
-    ]
-    assert [run[-5] for run in kernel.runs] == list(range(11))
+    launch = launching.Launch(kernel, (2,), **GIVEN)
+    given = [(X, None), (X.half(), None), (X[1:], None), (torch.ones(16), None), (None, X), (None, None)]
+    for tensors in given * 2:
+        launch(*tensors, 0)
+    assert kernel.searches == 5
+    monkeypatch.setattr(launching, "_compiled", {})
+    kernel.runs.clear()
+    for seed, tensors in enumerate(given):
+        launch(*tensors, seed)
+    assert kernel.searches == 5
+    addresses = [tuple(None if x is None else x.data_ptr() for x in tensors) for tensors in given]
+    assert [run[9:12] for run in kernel.runs] == [(*found, seed) for seed, found in enumerate(addresses)]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,9 @@ def test_one_launch_with_other_tensors(kernel: Kernel) -> None:
     [
         {"x": X.half()},
         {"x": X[1:]},
+        {"x": X[2:]},
         {"x": None},
+        {"x": X.as_subclass(OnAnotherDevice)},
         {"bias": X},
         {"ALIGN": 8},
         {"num_warps": 8},
@@ -117,11 +128,14 @@ def test_another_device_and_another_kernel(kernel: Kernel, monkeypatch: pytest.M
     run(kernel)
     monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
     run(kernel)
+    run(kernel)
     run(other := Kernel())
     assert (kernel.searches, other.searches) == (2, 1)
+    ((_, _, _, stream, *_),) = kernel.runs
+    assert stream == "stream of 1"
 
 
-def test_every_kernel_is_one_that_launch_can_tell() -> None:
+def test_every_kernel_is_one_that_a_launch_can_tell() -> None:
     """Constants last, and no number that Triton would specialize on."""
     kernels = {
         name: kernel

@@ -298,14 +298,16 @@ def test_mask_gradient_widths(n_cols: int, dtype: torch.dtype) -> None:
     ("shared", "tiles"), [(1, "row-in-tile"), (37, "row-in-tile"), (5, "wide-row")], indirect=["tiles"]
 )
 @pytest.mark.parametrize("n_mask_rows", [1, 3])
-def test_mask_gradient_partitions(n_mask_rows: int, shared: int, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("few", "many"), [(512, 1024), (1, 2), (1, 1)])
+def test_mask_gradient_partitions(
+    few: int, many: int, n_mask_rows: int, shared: int, tiles: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many rows a program, in more than one program, and one program for all."""
+    monkeypatch.setattr(softmax, "_FEW_PROGRAMS", few)
+    monkeypatch.setattr(softmax, "_MANY_PROGRAMS", many)
     layout = MaskLayout((shared, n_mask_rows), (0, WIDTH), 1)
     dy, p = randn(shared * n_mask_rows, WIDTH), probabilities(shared * n_mask_rows, WIDTH)
-    for few, many in ((512, 1024), (1, 2), (1, 1)):
-        monkeypatch.setattr(softmax, "_FEW_PROGRAMS", few)
-        monkeypatch.setattr(softmax, "_MANY_PROGRAMS", many)
-        check_backward(dy, p, layout, (True, True))
+    check_backward(dy, p, layout, (True, True))
 
 
 def test_partition_of_the_rows_that_share_a_mask_row() -> None:
