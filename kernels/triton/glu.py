@@ -18,7 +18,7 @@ from . import glu_kernels as kernels
 from .launch import LAUNCHES, Launch, cdiv, on_device_of
 from .philox import dropout_arguments, rng_arguments
 from .sum_partials import rows_per_program, sum_partials
-from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor
+from .tiles import Tile, aligned, aligned_vector, common_divisor, tile_arguments
 
 _COLS, _NARROW_COLS = 1024, 128
 """Columns of a tile; of rows of up to 512 columns, which would leave lanes of the other one empty."""
@@ -85,11 +85,7 @@ def _common(plan: GluPlan, draws: bool, n_cols: int, block: Tile) -> dict[str, A
         "CLAMPED": plan.has_numbers,
         "INTERLEAVED": plan.interleaved,
         "HAS_DROPOUT": plan.dropout_p != 0.0,
-        "ALIGN": common_divisor(n_cols),
-        "BLOCK_ROWS": block.rows,
-        "BLOCK_COLS": block.cols,
-        "num_warps": block.num_warps,
-        "maxnreg": MAX_REGISTERS,
+        **tile_arguments(block, n_cols),
     }
 
 

@@ -24,8 +24,9 @@ LAUNCHES = 1024
 class Launch:
     """A kernel, and what sizes, strides and dtypes decide of its launch: the grid, the options, the last arguments.
 
-    Called with the first arguments it is kernel[grid](*first, **named), on the current device, in half of the host
-    time and less. Making one takes longer: families keep theirs for each shape, by functools.lru_cache.
+    Called with the first arguments it is kernel[grid](*first, **named), on the current device, in less of the host's
+    time. Making one takes longer: all families but Adam, whose numbers change with every step, keep theirs for each
+    shape, by functools.lru_cache.
 
     Triton binds and classifies all arguments of every launch to find what it compiled for them. Only what our kernels
     are compiled for is looked at here: options, constants, which come last, and of tensors the dtype, the device, and

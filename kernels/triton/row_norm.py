@@ -28,13 +28,13 @@ from .launch import LAUNCHES, Launch, cdiv, on_device_of
 from .philox import dropout_arguments, rng_arguments
 from .sum_partials import rows_per_program, sum_partials
 from .tiles import (
-    MAX_REGISTERS,
     TileRule,
     aligned,
     aligned_vector,
     common_divisor,
     row_stride,
     tile,
+    tile_arguments,
 )
 
 _NONE, _LAYER = kernels.NORM_NONE.value, kernels.NORM_LAYER.value
@@ -97,11 +97,7 @@ def _forward_launch(plan: RowNormPlan, shape: torch.Size, x_row_stride: int, res
         Z_DTYPE=_TL_DTYPES[plan.z_dtype],
         N_DTYPE=_TL_DTYPES[plan.n_dtype],
         ROW_IN_TILE=block.cols >= n_cols,
-        ALIGN=common_divisor(n_cols),
-        BLOCK_ROWS=block.rows,
-        BLOCK_COLS=block.cols,
-        num_warps=block.num_warps,
-        maxnreg=MAX_REGISTERS,
+        **tile_arguments(block, n_cols),
         enable_fp_fusion=False,
     )
 
@@ -179,14 +175,19 @@ def _backward_launches(
         "n_cols": n_cols,
         "dy_row_stride": strides[0],
         "z_row_stride": strides[2],
-        "ALIGN": common_divisor(n_cols),
         "enable_fp_fusion": False,
     }
     row_means = None
     if needs_row and n_col_tiles > 1:
         wide = tile(ROW_MEANS, n_cols)
-        tile_of_means = {"BLOCK_COLS": wide.cols, "num_warps": wide.num_warps}
-        row_means = Launch(kernels._row_means_kernel, (n_rows,), **tile_of_means, **common)
+        row_means = Launch(
+            kernels._row_means_kernel,
+            (n_rows,),
+            ALIGN=common_divisor(n_cols),
+            BLOCK_COLS=wide.cols,
+            num_warps=wide.num_warps,
+            **common,
+        )
     gradients = Launch(
         kernels._row_norm_bwd_kernel,
         (cdiv(n_rows, rows), n_col_tiles),
@@ -194,10 +195,7 @@ def _backward_launches(
         rows_per_program=rows,
         dz_row_stride=strides[1],
         NORM=plan.norm if normed else _NONE,
-        BLOCK_ROWS=block.rows,
-        BLOCK_COLS=block.cols,
-        num_warps=block.num_warps,
-        maxnreg=MAX_REGISTERS,
+        **tile_arguments(block, n_cols),
         **common,
     )
     return _BackwardLaunches(cdiv(n_rows, rows), row_means, gradients)

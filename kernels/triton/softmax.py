@@ -22,7 +22,7 @@ from . import softmax_kernels as kernels
 from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
 from .philox import dropout_arguments, rng_arguments
 from .sum_partials import sum_partials
-from .tiles import MAX_REGISTERS, Tile, TileRule, aligned, common_divisor, tile
+from .tiles import Tile, TileRule, aligned, common_divisor, tile, tile_arguments
 
 # The one table of tile sizes; tests/kernels/test_triton_budgets.py compiles what it leads to and holds it to this:
 # MAX_REGISTERS a lane, and nothing spills. Forward has 16 values a lane in registers, 32 in the widest rows that fit;
@@ -109,11 +109,7 @@ def _forward_launch(
         CAUSAL=plan.causal,
         INDEX=_index_dtype(n_programs * block.rows),
         ROW_IN_TILE=block.cols >= n_cols,
-        ALIGN=common_divisor(n_cols),
-        BLOCK_ROWS=block.rows,
-        BLOCK_COLS=block.cols,
-        num_warps=block.num_warps,
-        maxnreg=MAX_REGISTERS,
+        **tile_arguments(block, n_cols),
     )
 
 
@@ -210,7 +206,6 @@ def _common(plan: SoftmaxPlan, sizes: _Sizes) -> dict[str, Any]:
         "HAS_DROPOUT": plan.dropout_p > 0.0,
         "CAUSAL": plan.causal,
         "INDEX": _index_dtype(2 * (n_rows + BACKWARD.elements)),  # tiles reach past the last row
-        "ALIGN": common_divisor(n_cols),
     }
 
 
@@ -224,10 +219,7 @@ def _backward_launch(plan: SoftmaxPlan, sizes: _Sizes) -> Launch:
         scale=plan.scale,
         n_rows=n_rows,
         ROW_IN_TILE=block.cols >= n_cols,
-        BLOCK_ROWS=block.rows,
-        BLOCK_COLS=block.cols,
-        num_warps=block.num_warps,
-        maxnreg=MAX_REGISTERS,
+        **tile_arguments(block, n_cols),
         **_common(plan, sizes),
     )
 
@@ -263,8 +255,15 @@ def _backward_mask_launches(plan: SoftmaxPlan, sizes: _Sizes, layout: MaskLayout
     launch_dots = None
     if n_col_tiles > 1:
         wide = tile(BACKWARD, n_cols)
-        sizes_of_rows = {"n_rows": n_rows, "BLOCK_COLS": wide.cols, "num_warps": wide.num_warps}
-        launch_dots = Launch(backward_kernels._row_dots_kernel, (n_rows,), **sizes_of_rows, **common)
+        launch_dots = Launch(
+            backward_kernels._row_dots_kernel,
+            (n_rows,),
+            n_rows=n_rows,
+            ALIGN=common_divisor(n_cols),
+            BLOCK_COLS=wide.cols,
+            num_warps=wide.num_warps,
+            **common,
+        )
     shared_rows = shared_rows_per_tile(groups.n_mask_rows, block)
     n_mask_tiles = cdiv(groups.n_mask_rows * shared_rows, block.rows)
     n_steps = cdiv(groups.n_shared, shared_rows)
@@ -279,10 +278,7 @@ def _backward_mask_launches(plan: SoftmaxPlan, sizes: _Sizes, layout: MaskLayout
         MASK_SPLIT=groups.mask_inner < groups.n_mask_rows,
         SHARED_SPLIT=groups.shared_inner < groups.n_shared,
         SHARED_ROWS=shared_rows,
-        BLOCK_ROWS=block.rows,
-        BLOCK_COLS=block.cols,
-        num_warps=block.num_warps,
-        maxnreg=MAX_REGISTERS,
+        **tile_arguments(block, n_cols),
         **common,
     )
     return n_chunks * shared_rows, launch_dots, launch

@@ -51,6 +51,17 @@ def common_divisor(n_cols: int) -> int:
     return math.gcd(16, n_cols)
 
 
+def tile_arguments(block: Tile, n_cols: int) -> dict[str, int]:
+    """What a kernel over tiles of rows of n_cols is launched with."""
+    return {
+        "ALIGN": common_divisor(n_cols),
+        "BLOCK_ROWS": block.rows,
+        "BLOCK_COLS": block.cols,
+        "num_warps": block.num_warps,
+        "maxnreg": MAX_REGISTERS,
+    }
+
+
 def row_stride(matrix: Tensor | None) -> int:
     return 0 if matrix is None else matrix.stride(0)
 
