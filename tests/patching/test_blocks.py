@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+
 import pytest
 import torch
 from onetrip.patching import patch_model
+from onetrip.patching.source import parse
 from onetrip.reference.philox import dropout_scale
 from outcomes import assert_agree, outcome, patched_pair
 from patching_cases import WIDTH, Block, OneExpression, Tail, inputs, randomised
@@ -205,6 +209,15 @@ def test_a_block_whose_source_is_not_its_code_is_left_alone() -> None:
     assert [(site.reason, site.detail) for site in report.skipped] == [
         ("unknown_forward", "its source is not the code that runs")
     ]
+
+
+def test_a_source_is_read_once_and_each_reader_may_change_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = parse(OneExpression.forward)
+    monkeypatch.setattr(inspect, "getsource", lambda function: pytest.fail("read again"))
+    assert isinstance(first, ast.FunctionDef)
+    source = ast.unparse(first)
+    first.body.clear()
+    assert ast.unparse(parse(OneExpression.forward)) == source
 
 
 def test_an_in_place_dropout_is_called_not_fused():

@@ -13,7 +13,6 @@ is rewritten once; a patched class calls that where the wrapper would choose the
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -28,7 +27,7 @@ from . import calls
 from .classes import Rewrite, plain_forward, wrapped
 from .forward import Forward, mentions, n_reads, read_forward
 from .report import Unsuitable
-from .source import Substitution, bare, define, definition, matches, without_annotations
+from .source import Substitution, bare, deep_copy, define, definition, matches, without_annotations
 from .verify import check_function, kind_of
 
 PATTERN = "experts"
@@ -142,7 +141,7 @@ def _compiled(library: Any, source: str, fits: Callable[..., bool]) -> Callable[
 
 def _source(forward: Forward) -> str | Unsuitable:
     """The library's function with fused operators."""
-    tree = copy.deepcopy(forward.tree)
+    tree = deep_copy(forward.tree)
     found: dict[str, ast.expr] = {"SELF": ast.Name(forward.self_name)}
     at: dict[str, int] = {}
     start = 0
@@ -193,7 +192,7 @@ def _statement(text: str) -> ast.stmt:
 
 def _matches(text: str, statement: ast.stmt, found: dict[str, ast.expr]) -> bool:
     """source.matches of statements: a name is the same one where it is bound and where it is read."""
-    pattern, statement = _statement(text), copy.deepcopy(statement)
+    pattern, statement = _statement(text), deep_copy(statement)
     for tree in (pattern, statement):
         for node in ast.walk(tree):
             if isinstance(node, (ast.Name, ast.Subscript, ast.Tuple)):

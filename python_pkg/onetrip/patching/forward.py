@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -104,8 +105,27 @@ class Forward:
             return True
         is_rebound = assigned_name(place.statement) == name
         return not any(n_reads(each, name) for each in later) and (
-            is_rebound or not (place.in_loop or _uses_after(self.tree, name, place.statement))
+            is_rebound or not (place.in_loop or self._uses_after(name, place.statement))
         )
+
+    def _uses_after(self, name: str, statement: ast.stmt) -> bool:
+        """Whether the name occurs after the statement, or in a nested function, which may run then."""
+        end = (statement.end_lineno or 0, statement.end_col_offset or 0)
+        return any(
+            is_nested or (node.lineno, node.col_offset) >= end for node, is_nested in self._occurrences.get(name, ())
+        )
+
+    @cached_property
+    def _occurrences(self) -> dict[str, list[tuple[ast.Name, bool]]]:
+        """Where each name occurs, and whether in a nested function."""
+        nodes = list(ast.walk(self.tree))
+        nested = [each for each in nodes[1:] if isinstance(each, (ast.FunctionDef, ast.Lambda))]
+        inner = {id(node) for function in nested for node in ast.walk(function)}
+        found: dict[str, list[tuple[ast.Name, bool]]] = {}
+        for node in nodes:
+            if isinstance(node, ast.Name):
+                found.setdefault(node.id, []).append((node, id(node) in inner))
+        return found
 
     def ends_at(self, name: str, place: Place, position: int) -> bool:
         """Whether only the place's statement, or one between it and `position`, which assigned the name, reads it,
@@ -234,15 +254,4 @@ def _calls_before(statement: ast.stmt, name: ast.expr) -> bool:
     return any(
         isinstance(node, (ast.Call, ast.NamedExpr)) and (node.end_lineno or 0, node.end_col_offset or 0) <= start
         for node in ast.walk(statement)
-    )
-
-
-def _uses_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> bool:
-    """Whether the name occurs after the statement, or in a nested function, which may run then."""
-    end = (statement.end_lineno or 0, statement.end_col_offset or 0)
-    nested = [each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.Lambda)) and each is not tree]
-    inner = {id(node) for function in nested for node in ast.walk(function)}
-    return any(
-        isinstance(node, ast.Name) and node.id == name and ((node.lineno, node.col_offset) >= end or id(node) in inner)
-        for node in ast.walk(tree)
     )

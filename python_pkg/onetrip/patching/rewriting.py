@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from .classes import Rewrite
 from .forward import Forward
-from .source import bare
+from .source import bare, deep_copy
 
 
 class Rewriting(ast.NodeTransformer):
     """A copy of a forward, with other expressions in some places. The nodes given are those of the original."""
 
     def __init__(self, forward: Forward) -> None:
-        self.method, self.own, self.tree = forward.method, forward.self_name, copy.deepcopy(forward.tree)
+        self.method, self.own, self.tree = forward.method, forward.self_name, deep_copy(forward.tree)
         self.copies: dict[int, Any] = dict(zip(map(id, ast.walk(forward.tree)), ast.walk(self.tree), strict=True))
         self.constants: dict[str, Any] = {}
         self.replaced: dict[int, Callable[[], ast.expr]] = {}

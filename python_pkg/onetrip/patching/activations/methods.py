@@ -15,7 +15,8 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
-from types import FunctionType
+from functools import lru_cache
+from types import CodeType, FunctionType
 
 from torch import nn
 
@@ -32,7 +33,7 @@ def read_methods(cls: type) -> list[tuple[Forward, list[FoundActivation]]]:
     found = []
     for name, function in _functions(cls):
         is_named = name in named
-        method = read_forward(function, method=name) if is_named or _may_gate(function) else None
+        method = read_forward(function, method=name) if is_named or _may_gate(function.__code__) else None
         if isinstance(method, Forward):
             activations = [each for each in read_activations(method) if is_named or each.product is not None]
             if activations:
@@ -48,7 +49,8 @@ def _functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
             yield name, method
 
 
-def _may_gate(method: FunctionType) -> bool:
-    """Whether the method multiplies."""
-    instructions = dis.get_instructions(method.__code__)
+@lru_cache(maxsize=4096)
+def _may_gate(code: CodeType) -> bool:
+    """Whether the code of a method multiplies."""
+    instructions = dis.get_instructions(code)
     return any(each.argrepr == "*" or each.opname == "BINARY_MULTIPLY" for each in instructions)  # until Python 3.10

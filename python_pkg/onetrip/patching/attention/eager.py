@@ -8,7 +8,6 @@ patterns do not fit is not fused.
 from __future__ import annotations
 
 import ast
-import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,17 @@ from ...ops.common.backends import KERNEL_DTYPES
 from ...ops.common.masks import broadcasts
 from .. import calls
 from ..report import Unsuitable
-from ..source import Inliner, Substitution, Unreadable, define, first_match, is_same, parse, without_annotations
+from ..source import (
+    Inliner,
+    Substitution,
+    Unreadable,
+    deep_copy,
+    define,
+    first_match,
+    is_same,
+    parse,
+    without_annotations,
+)
 
 PATTERN = "attention_softmax"
 """The name of this package's sites in patch_model's patterns."""
@@ -193,7 +202,7 @@ def _recognise(
 ) -> EagerFunction | Unsuitable:
     """names: role -> name of the argument."""
     unknown = Unsuitable("unknown_forward", f"{function.__name__} is none of the known attention functions")
-    result = _Transposes().visit(copy.deepcopy(result))
+    result = _Transposes().visit(deep_copy(result))
     if not (isinstance(result, ast.Tuple) and len(result.elts) == 2):
         return unknown
     output = first_match(OUTPUTS, result.elts[0])
@@ -216,7 +225,7 @@ def _recognise(
 
     def own(expression: ast.expr) -> str:
         arguments = {role: ast.Name(name) for role, name in names.items()}
-        return ast.unparse(Substitution(arguments).visit(copy.deepcopy(expression)))
+        return ast.unparse(Substitution(arguments).visit(deep_copy(expression)))
 
     sinks = "None"
     found = layers.get("sinks") or layers.get("optional_sinks", {})

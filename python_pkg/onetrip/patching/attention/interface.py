@@ -8,7 +8,6 @@ branches that models take on that name, and the support of output_attentions.
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from ..classes import Rewrite, method_of
 from ..forward import Forward, read_forward
 from ..report import Unsuitable
 from ..rewriting import Rewriting
-from ..source import calls_in
+from ..source import calls_in, deep_copy
 from ..verify import kind_of
 from . import one_mask
 from .eager import PATTERN, EagerFunction, fused_function, read_eager_function
@@ -183,7 +182,7 @@ class Interface:
 
     def _evaluated(self, node: ast.expr, module: nn.Module) -> Any:
         """The value of an expression of the forward; None if it needs more than the module."""
-        expression = ast.fix_missing_locations(ast.Expression(copy.deepcopy(node)))
+        expression = ast.fix_missing_locations(ast.Expression(deep_copy(node)))
         names = {self.forward.self_name: module}
         try:
             return eval(compile(expression, "<attention interface>", "eval"), self.forward.globals, names)

@@ -8,7 +8,6 @@ output = residual + F.dropout(h, p=self.rate, training=self.training)
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from types import FunctionType
@@ -16,7 +15,7 @@ from typing import Any
 
 from ..forward import Forward
 from ..report import Unsuitable
-from ..source import Substitution, calls_in, parse
+from ..source import Substitution, calls_in, deep_copy, parse
 
 
 def inlined(forward: Forward) -> Forward:
@@ -25,7 +24,7 @@ def inlined(forward: Forward) -> Forward:
     helpers: dict[str, Any] = {name: each for name in functions if _drops(each := forward.globals.get(name), forward)}
     if not helpers:
         return forward
-    return replace(forward, tree=_Inlining(helpers, forward.function).visit(copy.deepcopy(forward.tree)))
+    return replace(forward, tree=_Inlining(helpers, forward.function).visit(deep_copy(forward.tree)))
 
 
 def _drops(function: Any, forward: Forward) -> bool:
