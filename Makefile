@@ -14,6 +14,9 @@ ifeq ($(shell nvidia-smi -L 2>/dev/null),)
 export ONETRIP_CUDA ?= 0
 endif
 
+# The tests start hundreds of processes; each would compile all of onetrip again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow test-all bench docs lint format clean
 
 demo: $(VENV)/demo.stamp

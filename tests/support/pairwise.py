@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,21 +23,25 @@ def short(value: Any) -> str:
 
 def covering(axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     """Rows of one choice from each axis: every two choices of two axes stand together in one of them."""
-    places = list(itertools.combinations(range(len(axes)), 2))
+    choices = [(axis, i) for axis, values in enumerate(axes) for i in range(len(values))]
+    bit = {pair: 1 << n for n, pair in enumerate(itertools.combinations(choices, 2))}
 
-    def pairs(row: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-        return {(i, j, row[i], row[j]) for i, j in places}
-
-    candidates = {row: pairs(row) for row in itertools.product(*(range(len(axis)) for axis in axes))}
-    missing = set().union(*candidates.values())
-    used: Counter[tuple[int, int, int, int]] = Counter()
+    candidates = {
+        row: [bit[pair] for pair in itertools.combinations(enumerate(row), 2)]
+        for row in itertools.product(*(range(len(axis)) for axis in axes))
+    }
+    masks = {row: sum(bits) for row, bits in candidates.items()}
+    missing = functools.reduce(operator.or_, masks.values())
+    used: Counter[int] = Counter()
     rows = []
     while missing:
         # The row with most new pairs; among equals, that whose pairs were used least: all choices come about equally
         # often.
-        best = max(candidates, key=lambda row: (len(candidates[row] & missing), -sum(used[p] for p in candidates[row])))
+        new = {row: (mask & missing).bit_count() for row, mask in masks.items()}
+        most = max(new.values())
+        best = min((row for row, n in new.items() if n == most), key=lambda row: sum(used[b] for b in candidates[row]))
         used.update(candidates[best])
-        missing -= candidates.pop(best)
+        missing &= ~masks.pop(best)
         rows.append(tuple(axis[i] for axis, i in zip(axes, best, strict=True)))
     return rows
 
