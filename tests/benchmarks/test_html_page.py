@@ -69,6 +69,7 @@ def captions(section: html.Section, kind: type) -> list[str]:
     return [part.caption for part in section.parts if isinstance(part, kind)]
 
 
+@pytest.mark.slow
 def test_the_page_has_every_section_with_its_figures():
     found = {section.title: captions(section, html.Figure) for section in html_page.sections(every_suite())}
     assert found == SECTIONS and list(found) == list(SECTIONS)

@@ -98,6 +98,7 @@ def test_beside_a_slow_variant_all_are_timed_for_fewer_rounds(monkeypatch, slowe
     assert [step["step"]["samples"] for step in found.steps.values()] == [rounds] * 3
 
 
+@pytest.mark.slow
 def test_times_are_kept_where_profiling_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

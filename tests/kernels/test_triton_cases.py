@@ -47,10 +47,11 @@ FAMILIES = {
         "test_losses and (-64- or -100-) or special_rows and f32 or test_multiply and 20001",
     ),
     "glu": Cases(
-        "64-f32 or test_widths and 1030-bf16 or test_clamped and 1030 or test_one_gradient or test_partition",
+        "test_widths and (64-f32 or 1030-bf16) or test_dropout and 64-f32 or test_clamped and 1030-bf16"
+        " or test_one_gradient or test_partition",
         # Every activation and every dtype, in rows of one tile and of two.
         "test_widths and (64- or 1030-) or test_dropout and 64-f32 or test_strides or test_packed"
-        " or test_clamped and (64- or 1030-) or test_one_gradient or special_values or partial_sums",
+        " or test_clamped and (64-f32 or 1030-bf16) or test_one_gradient or special_values or partial_sums",
     ),
     "rotary": Cases(
         "D6-4 or test_one_of_the_two",
@@ -64,6 +65,9 @@ FAMILIES = {
     ),
 }
 EAGER_CALLS = Path(__file__).parents[1] / "ops" / "test_eager_backward.py"
+CALLS = "test_eager_backward and triton and not bf16"
+QUICK_CALLS = "(dropout and 5 or alone or 2 and 7 and 16)"
+"""With more dimensions than one."""
 EACH_PART = pytest.mark.parametrize(
     ("family", "part"),
     [
@@ -84,7 +88,7 @@ def test_interpreted_quickly() -> None:
     """In one process: importing takes as long as the cases of a family."""
     chosen = " or ".join(f"triton_{family}_cases and ({cases.quick})" for family, cases in FAMILIES.items())
     files = [*(file_of(family) for family in FAMILIES), EAGER_CALLS]
-    run_cases(files, INTERPRET, f"{chosen} or test_eager_backward and triton and not bf16")
+    run_cases(files, INTERPRET, f"{chosen} or {CALLS} and {QUICK_CALLS}")
 
 
 @pytest.mark.slow
@@ -93,13 +97,14 @@ def test_interpreted_quickly() -> None:
 )
 def test_the_rest_interpreted(families: tuple[str, ...]) -> None:
     """What the machine code is tried with as well is not interpreted again."""
-    files = [file_of(family) for family in families]
+    files = [*(file_of(family) for family in families), EAGER_CALLS]
     is_emulated = triton_emulator_missing() is None
     chosen = [
         f"triton_{family}_cases and not ({cases.quick})" + f" and not ({cases.compiled})" * is_emulated
         for family, cases in FAMILIES.items()
     ]
-    run_cases(files, INTERPRET, " or ".join(chosen))
+    calls = f"{CALLS} and ({' or '.join(families)}) and not {QUICK_CALLS}"
+    run_cases(files, INTERPRET, " or ".join([*chosen, calls]))
 
 
 @pytest.mark.promise("adam bits")

@@ -11,7 +11,12 @@ traffic = pytest.importorskip("tools.traffic")
 RECORD = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "traffic.json").read_text())
 
 
-@pytest.mark.parametrize("shape", ["BERT", "Llama", "Llama with LoRA", "Qwen3-MoE", "GPT-2 under autocast"])
+SLOW = (
+    pytest.param(shape, marks=pytest.mark.slow) for shape in ("Llama with LoRA", "Qwen3-MoE", "GPT-2 under autocast")
+)
+
+
+@pytest.mark.parametrize("shape", ["BERT", "Llama", *SLOW])
 def test_patched_models_move_no_more_bytes_than_recorded(shape):
     recorded = RECORD["traffic"]["cpu"][shape]
     base = traffic.traffic_of(shape, "cpu", unpatched=True)

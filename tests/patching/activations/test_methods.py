@@ -256,8 +256,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.parametrize(
+    ("model_type", "implementation"),
+    [
+        pytest.param(model_type, implementation, marks=[] if (i + j) % 3 == 0 else [pytest.mark.slow])
+        for i, model_type in enumerate(MIXTURES)
+        for j, implementation in enumerate(["eager", "batched_mm", "grouped_mm"])
+    ],
+)
 def test_experts_of_transformers_are_fused_in_every_implementation(model_type: str, implementation: str) -> None:
     torch.manual_seed(0)
     config = tiny_mixture(model_type, **MIXTURES[model_type])

@@ -123,7 +123,11 @@ def outcome(model: nn.Module, inputs: dict[str, Tensor]) -> Outcome:
     return loss_outcome(model, {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16", "fp16"],
+)
 def test_outputs_and_gradients_are_the_eager_path_s(case: Case, dtype: torch.dtype) -> None:
     model = case.build(dtype)
     exact = outcome(copy.deepcopy(model).double(), case.inputs())

@@ -83,7 +83,9 @@ def test_a_region_may_read_a_child_s_attributes() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_the_model_s(name: str, dtype: torch.dtype) -> None:
     model = CASES[name].build(dtype)
