@@ -28,7 +28,7 @@ from .activations.methods import read_methods
 from .attention import Attention, Interface, OneMask, SoftmaxRegions, eager, heads, one_mask, read_attention
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
-from .dropouts import Dropout
+from .dropouts import Dropout, FunctionalDropouts
 from .experts import Experts, GroupedExperts, read_experts
 from .forward import Forward, read_forward
 from .linear import cast_input, lora, packed_slices, shared_input, tied_embedding
@@ -38,8 +38,15 @@ from .report import Unsuitable
 from .residual import ResidualSums, choose_sums, read_sums
 from .rotary import Rotations, read_rotations
 
-_Reading = OneMask | heads.Heads | packed_slices.PackedSlices | shared_input.SharedInputs | cast_input.CastInputs
-"""Ways to read a tensor."""
+_Reading = (
+    OneMask
+    | heads.Heads
+    | packed_slices.PackedSlices
+    | shared_input.SharedInputs
+    | cast_input.CastInputs
+    | FunctionalDropouts
+)
+"""Ways to read a tensor, and dropouts: a site has another name where there is more to it."""
 InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | lora.Adapters | _Reading
 
 
@@ -52,10 +59,12 @@ class _Pattern(NamedTuple):
     """Given the module, what was found, and the excluded ones."""
     site: Callable[[Forward, Any], InForward]
     """Given the forward and what was chosen."""
+    in_wrapper: bool = False
+    """Whether a forward is also read inside of a wrapper that may change its results, as those of whole models do."""
 
 
 _HEADS = _Pattern(heads.PATTERN, heads.read_heads, heads.choose_heads, heads.Heads)
-_OF_LINEAR_LAYERS = (
+_LAST = (
     _Pattern(
         packed_slices.PATTERN,
         packed_slices.read_packed_slices,
@@ -70,6 +79,7 @@ _OF_LINEAR_LAYERS = (
     ),
     _Pattern(cast_input.PATTERN, cast_input.read_casts, cast_input.choose_casts, cast_input.CastInputs),
     _Pattern(lora.PATTERN, lora.read_adapters, lora.choose_adapters, lora.Adapters),
+    _Pattern(dropouts.PATTERN, dropouts.read_dropouts, dropouts.choose_dropouts, FunctionalDropouts, in_wrapper=True),
 )
 """In the order in which they are fused."""
 
@@ -218,14 +228,14 @@ class Classifier:
             if mask is not None:
                 parts, source = [mask], self.rewrite(module, mask).source
         n_attention = len(parts)
-        in_order: list[Callable[[nn.Module, Forward], InForward | Unsuitable | None]] = []
+        in_order: list[tuple[Callable[[nn.Module, Forward], InForward | Unsuitable | None], bool]] = []
         if isinstance(reading, Interface) and reading.calls_library(module):
-            in_order.append(partial(self._found, _HEADS))
-        in_order += [self._rotations, self._activations, self._sums]
-        in_order += [partial(self._found, pattern) for pattern in _OF_LINEAR_LAYERS]
-        for find in in_order:
+            in_order.append((partial(self._found, _HEADS), False))
+        in_order += [(self._rotations, False), (self._activations, True), (self._sums, False)]
+        in_order += [(partial(self._found, pattern), pattern.in_wrapper) for pattern in _LAST]
+        for find, in_wrapper in in_order:
             is_sums = find == self._sums
-            forward = self._once(_read, cls, source, find == self._activations)
+            forward = self._once(_read, cls, source, in_wrapper)
             part = find(module, forward) if isinstance(forward, Forward) else forward if is_sums else None
             if isinstance(part, Unsuitable):
                 why = part if part.reason != "unknown_forward" or _resembles_block(module) else None
@@ -317,8 +327,7 @@ def _rewrite(site: Site, cls: type) -> Rewrite:
 
 
 def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:
-    """The forward of a class, or its rewrite. in_wrapper: also inside of a wrapper that may change results, as those of
-    whole models and of experts do."""
+    """The forward of a class, or its rewrite. in_wrapper: as _Pattern's."""
     outer = plain_forward(cls)
     if in_wrapper or returns_as_is(outer):
         return read_forward(method_of(cls, "forward"), source)

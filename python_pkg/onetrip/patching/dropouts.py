@@ -1,4 +1,6 @@
-"""Dropouts that no sum, attention or activation takes: nn.Dropout without a mask in memory.
+"""Dropouts that no sum, attention or activation takes, without a mask in memory: nn.Dropout, and in a forward
+
+    functional.dropout(x, p=self.p, training=self.training)     ->      dropped_(self, x, self.p, self.training)
 
 The kernel of residual sums, with nothing to add, draws the mask again in backward. Under torch.compile the original
 runs: Inductor makes a dropout part of the kernels around it.
@@ -6,11 +8,12 @@ runs: Inductor makes a dropout part of the kernels around it.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -21,8 +24,11 @@ from .. import ops
 from ..ops.common.tracing import is_transformed
 from . import calls
 from .classes import Rewrite, is_patched, method_of, rewrite_of
-from .residual.tails import Tail
-from .verify import RNG, MaskedDropout, check_function
+from .forward import Forward
+from .residual.tails import Tail, returned_first
+from .rewriting import Rewriting
+from .source import calls_in
+from .verify import RNG, MaskedDropout, check_function, kind_of
 
 PATTERN = "dropout"
 _SMALLEST = {"cpu": 1 << 13, "cuda": calls.SMALLEST}
@@ -46,26 +52,84 @@ class Dropout:
 
     def verify(self, module: Any, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the operator computes what the module does with the same mask."""
-        fused: Any = partial(ops.bias_dropout_residual, residual=None, dropout_p=module.p, rng=RNG)
-        unfused: Any = partial(functional.dropout, p=module.p)
-        with MaskedDropout():
-            check_function(fused, unfused, {"x": (3, 4, 24)}, self.device, torch.float32)
+        _verify(module.p, self.device)
+
+
+@dataclass(frozen=True)
+class FunctionalDropouts:
+    """A module whose forward calls functional.dropout, as a site."""
+
+    forward: Forward
+    chosen: tuple[ast.Call, ...]
+    pattern = PATTERN
+    detail = ""
+
+    def rewrite(self, cls: type) -> Rewrite:
+        """The forward with the operator in place of its calls."""
+        rewriting = Rewriting(self.forward)
+        for call in self.chosen:
+            found = self.forward.functional_dropout(call)
+            assert found is not None
+            copied = rewriting.copy_of(call)
+            copied.args = [ast.Name(rewriting.own), *map(rewriting.copy_of, found)]
+            copied.func, copied.keywords = ast.Name("dropped_"), []
+        rewriting.constants["dropped_"] = _functional
+        return rewriting.rewrite(PATTERN)
+
+    def verify(self, module: Any, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless the operator computes what the function does with the same mask."""
+        _verify(0.25, kind_of(module)[0])
+
+
+def read_dropouts(forward: Forward) -> list[tuple[ast.Call, str]]:
+    """(call, path of p in the module) of the calls of functional.dropout in a forward; the path is empty where p is no
+    attribute. Not that of a returned value: the caller's sum may draw it."""
+    left = set()
+    for place, value in returned_first(forward.tree.body):
+        assigned = forward.value_of(value, place, place.position)
+        left |= {id(value), id(assigned[0]) if assigned is not None else 0}
+    dropped = ((call, forward.functional_dropout(call)) for call in calls_in(forward.tree) if id(call) not in left)
+    return [(call, forward.child(found[1])) for call, found in dropped if found is not None]
+
+
+def choose_dropouts(module: Any, found: list[tuple[ast.Call, str]], excluded: Container[int]) -> tuple[ast.Call, ...]:
+    """Those whose p is not the 0 of a model without dropout."""
+    return tuple(call for call, path in found if not _is_zero(module, path))
+
+
+def _is_zero(module: Any, path: str) -> bool:
+    value = reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
+    return type(value) in (int, float) and value == 0
+
+
+def _verify(p: float, device: torch.device) -> None:
+    fused: Any = partial(ops.bias_dropout_residual, residual=None, dropout_p=p, rng=RNG)
+    unfused: Any = partial(functional.dropout, p=p)
+    with MaskedDropout():
+        check_function(fused, unfused, {"x": (3, 4, 24)}, device, torch.float32)
 
 
 def _dropped(module: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
-    p = module.p
+    return _fused(module, x, module.p, module.training and not module.inplace, lambda: original(module, x))
+
+
+def _functional(module: Any, x: Tensor, p: Any, training: bool) -> Tensor:
+    return _fused(module, x, p, training, lambda: functional.dropout(x, p=p, training=training))
+
+
+def _fused(module: Any, x: Tensor, p: Any, drops: bool, original: Callable[[], Tensor]) -> Tensor:
     if (
-        not module.training
-        or p == 0.0
-        or module.inplace
+        not drops
         or torch.compiler.is_compiling()
         or is_transformed()
+        or type(p) not in (float, int)
+        or not 0.0 < p <= 1.0
         or x.numel() < _SMALLEST.get(x.device.type, 1 << 62)
     ):
-        return original(module, x)
+        return original()
     if not calls.fits(x):
         calls.count_fallback(module)
-        return original(module, x)
+        return original()
     calls.count_fused(module)
     return ops.bias_dropout_residual(x, None, dropout_p=p)
 

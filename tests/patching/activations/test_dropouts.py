@@ -1,4 +1,4 @@
-"""The pattern dropout: nn.Dropout without a mask in memory."""
+"""The pattern dropout: nn.Dropout and functional.dropout without a mask in memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from onetrip.patching import dropouts
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, T5Config, T5Model
+from transformers import BartConfig, BartModel, BertConfig, BertModel, GPT2Config, GPT2Model, T5Config, T5Model
 
+BART_LAYERS = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
 SHAPE = (8, 32, 64)
 """Shape of 16,384 elements: more than the least of a fused call on a CPU."""
 
@@ -38,6 +39,43 @@ class ReadsItsProbability(nn.Module):
         return functional.dropout(x, self.drop.p, self.training)
 
 
+class CallsTheFunction(nn.Module):
+    """Drops in the middle, and what it returns."""
+
+    def __init__(self, p: Any = 0.25) -> None:
+        super().__init__()
+        self.up, self.down, self.p = nn.Linear(64, 64), nn.Linear(64, 64), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.dropout(self.up(x), p=self.p, training=self.training)
+        h = torch.cos(functional.dropout(h, self.p, self.training))
+        h = self.down(functional.dropout(h, p=self.p))  # in evaluation, too
+        return functional.dropout(h, p=self.p, training=self.training)
+
+
+class ReturnsAName(CallsTheFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.dropout(self.up(x), p=self.p, training=self.training)
+        h = self.down(torch.cos(functional.dropout(h, p=self.p, training=self.training)))
+        h = functional.dropout(h, p=self.p, training=self.training)
+        return h
+
+
+class Adds(CallsTheFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cos(functional.dropout(self.up(x), p=self.p, training=self.training))
+        return x + functional.dropout(self.down(h), p=self.p, training=self.training)
+
+
+class AddsWhatItReturns(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
 def dropouts_of(model: nn.Module, **options: Any) -> list[str]:
     return [site.name for site in patch_model(model, **options).patched if site.pattern == "dropout"]
 
@@ -58,6 +96,69 @@ def test_it_drops_and_scales_as_the_operator_and_back(dtype: torch.dtype) -> Non
     g = torch.randn(SHAPE).to(dtype)
     y.backward(g)
     torch.testing.assert_close(x.grad, torch.where(kept, g * dropout_scale(0.25), torch.zeros_like(g)))
+
+
+def test_the_function_drops_as_the_operator() -> None:
+    model = CallsTheFunction().bfloat16()
+    report = patch_model(model)
+    x = torch.randn(SHAPE).bfloat16()
+    torch.manual_seed(7)
+    y = model(x)
+    torch.manual_seed(7)
+    h = ops.bias_dropout_residual(model.up(x), None, dropout_p=0.25)
+    h = torch.cos(ops.bias_dropout_residual(h, None, dropout_p=0.25))
+    h = functional.dropout(model.down(functional.dropout(h, 0.25)), 0.25)
+    assert torch.equal(y, h) and report.calls()[""] == (2, 0)
+    model.eval()
+    torch.manual_seed(7)
+    y = model(x)
+    torch.manual_seed(7)
+    assert torch.equal(y, model.down(functional.dropout(torch.cos(model.up(x)), 0.25)))
+    assert report.calls()[""] == (2, 0)
+
+
+@pytest.mark.parametrize("make", [CallsTheFunction, ReturnsAName])
+def test_what_a_child_returns_is_drawn_by_its_parents_sum(make: Any) -> None:
+    model = AddsWhatItReturns(make())
+    report = patch_model(model)
+    assert {site.name: site.pattern for site in report.patched} == {"": "dropout_add", "inner": "dropout"}
+    model(torch.randn(SHAPE))
+    assert report.calls() == {"": (1, 0), "inner": (2, 0)}
+
+
+def test_a_site_has_the_name_of_its_sum() -> None:
+    (site,) = patch_model(Adds()).patched
+    assert site.pattern == "dropout_add" and "dropout" in site.detail.split(", ")[-1]
+
+
+@pytest.mark.parametrize("p", [0.0, 0, torch.tensor(0.25), 1.5, None], ids=str)
+def test_other_probabilities_are_torchs(p: Any) -> None:
+    def outcome(model: nn.Module) -> Any:
+        torch.manual_seed(3)
+        try:
+            return model(torch.ones(SHAPE)).tolist()
+        except (TypeError, ValueError) as error:
+            return str(error)
+
+    model = CallsTheFunction()
+    report = patch_model(model)
+    model.p = p
+    patched = outcome(model)
+    unpatch_model(model)
+    assert outcome(model) == patched and report.calls()[""] == (0, 0)
+    assert dropouts_of(model) == ([] if p in (0.0, 0) else [""])
+
+
+def test_forwards_of_whole_models_are_read_too() -> None:
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in BART_LAYERS.items()}
+    model = BartModel(BartConfig(d_model=32, vocab_size=50, max_position_embeddings=600, **sizes))
+    assert dropouts_of(model) == ["encoder", "decoder"]
+    ids = torch.randint(3, 50, (2, 512))
+    report = patch_model(model)
+    assert model(input_ids=ids).last_hidden_state.isfinite().all()
+    assert report.calls()["encoder"] == report.calls()["decoder"] == (1, 0)
+    unpatch_model(model)
+    assert dropouts_of(model, patterns=["layer_norm"]) == []
 
 
 def test_no_mask_is_kept_for_backward() -> None:
@@ -132,9 +233,10 @@ def test_dropouts_that_no_forward_calls_are_no_sites() -> None:
     assert len(dropouts_of(t5, patterns=["dropout"])) == 4 + 5  # now the layers call theirs
 
 
+@pytest.mark.parametrize("make", [FeedForward, CallsTheFunction])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_draws_the_same_mask(reentrant: bool) -> None:
-    model = FeedForward()
+def test_checkpointing_draws_the_same_mask(reentrant: bool, make: Any) -> None:
+    model = make()
     patch_model(model)
     gradients = []
     for run in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
@@ -168,5 +270,6 @@ def test_compiled_it_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dropout_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ops.bias_dropout_residual
     monkeypatch.setattr(ops, "bias_dropout_residual", lambda *args, **options: 1.001 * real(*args, **options))
-    report = patch_model(FeedForward())
-    assert [site.reason for site in report.skipped if site.name == "drop"] == ["verify_failed"]
+    for model, name in ((FeedForward(), "drop"), (CallsTheFunction(), "")):
+        report = patch_model(model)
+        assert [site.reason for site in report.skipped if site.name == name] == ["verify_failed"]

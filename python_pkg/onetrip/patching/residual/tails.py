@@ -85,23 +85,23 @@ def read_returns(cls: Any, name: str) -> Returns | None:
         return None
     reader = SumReader(forward)
     found, kinds = [], set()
-    for place, statement in _returns(forward.tree.body):
-        in_tuple = isinstance(statement.value, ast.Tuple)
-        value = statement.value.elts[0] if isinstance(statement.value, ast.Tuple) else statement.value
-        if value is not None and not isinstance(value, ast.Starred):
-            kinds.add(in_tuple)
-            found.append((value, reader.readings(value, place)))
+    for place, value in returned_first(forward.tree.body):
+        kinds.add(value is not place.statement.value)  # type: ignore[attr-defined]
+        found.append((value, reader.readings(value, place)))
     constants = () if rewrite is None else rewrite.constants
     return Returns(cls, forward, constants, tuple(found), kinds.pop()) if len(kinds) == 1 else None
 
 
-def _returns(block: list[ast.stmt]) -> Iterator[tuple[Place, ast.Return]]:
+def returned_first(block: list[ast.stmt]) -> Iterator[tuple[Place, ast.expr]]:
+    """What a block's return statements return first or alone: (statement, value)."""
     for position, statement in enumerate(block):
-        if isinstance(statement, ast.Return):
-            yield Place(block, position, in_loop=False), statement
-        elif isinstance(statement, ast.If):  # a caller is outside of any with block
-            yield from _returns(statement.body)
-            yield from _returns(statement.orelse)
+        match statement:
+            case ast.Return(value=ast.Tuple(elts=[ast.expr() as value, *_])) | ast.Return(value=ast.expr() as value):
+                if not isinstance(value, ast.Starred):
+                    yield Place(block, position, in_loop=False), value
+            case ast.If(body=then, orelse=otherwise):  # a caller is outside of any with block
+                yield from returned_first(then)
+                yield from returned_first(otherwise)
 
 
 @cache
