@@ -10,7 +10,7 @@ import pytest
 import torch
 from onetrip import ops
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
-from row_norm_cases import Inputs, call, make, normed, short, sublayer
+from row_norm_cases import Inputs, call, make, normed, sublayer
 from tolerances import assert_bitwise, assert_compiles_once, assert_compiles_to_the_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -96,10 +96,9 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, torch.float32) for name in FUNCTIONS), ("rms_norm", torch.bfloat16), ("return_residual", torch.bfloat16)],
-    ids=short,
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["f32", "bf16"]
 )
 def test_compiled_equals_eager_without_a_graph_break(target, dtype, name):
     function = FUNCTIONS[name]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from onetrip.patching import patch_model
+from onetrip.patching.report import Unsuitable
 from onetrip.patching.source import parse
 from onetrip.reference.philox import dropout_scale
 from outcomes import assert_agree, outcome, patched_pair
@@ -218,6 +222,32 @@ def test_a_source_is_read_once_and_each_reader_may_change_its_own(monkeypatch: p
     source = ast.unparse(first)
     first.body.clear()
     assert ast.unparse(parse(OneExpression.forward)) == source
+
+
+def test_a_source_that_could_not_be_read_and_another_version_of_it_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(source: str) -> Any:
+        (file := tmp_path / "changing.py").write_text(source)
+        linecache.checkcache()
+        return compile(source, str(file), "exec")
+
+    def function_of(code: Any) -> Any:
+        exec(code, names := {})
+        return names["f"]
+
+    code = written("def f(x, y=1):\n    return x + y\n")
+    before = function_of(code)
+    written("# edited\n\n\n\n")
+    assert isinstance(parse(before), Unsuitable)
+    written("def f(x, y=1):\n    return x + y\n")
+    tree = parse(before)
+    assert isinstance(tree, ast.FunctionDef)
+    after = function_of(written("def f(x, y=2):\n    return x + y\n"))  # equal code
+    assert after.__code__ == before.__code__
+    assert ast.unparse(parse(before)) == ast.unparse(tree) != ast.unparse(parse(after))
+    before.__code__ = function_of(written("def f(x, y=3):\n    return x - y\n")).__code__
+    assert "x - y" in ast.unparse(parse(before))
 
 
 def test_an_in_place_dropout_is_called_not_fused():

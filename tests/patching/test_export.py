@@ -37,7 +37,15 @@ IDS = torch.arange(10).view(2, 5)
 
 
 @compiles_transformers
-@pytest.mark.parametrize(("name", "mode"), [("bert", "train"), ("llama", "eval")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("bert", "eval"),
+        ("llama", "train"),
+        pytest.param("bert", "train", marks=pytest.mark.slow),
+        pytest.param("llama", "eval", marks=pytest.mark.slow),
+    ],
+)
 def test_export_with_decompositions(name: str, mode: str) -> None:
     model = build(name)
     expected = model(IDS)

@@ -11,9 +11,9 @@ traffic = pytest.importorskip("tools.traffic")
 RECORD = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "traffic.json").read_text())
 
 
-SLOW = (
+SLOW = [
     pytest.param(shape, marks=pytest.mark.slow) for shape in ("Llama with LoRA", "Qwen3-MoE", "GPT-2 under autocast")
-)
+]
 
 
 @pytest.mark.parametrize("shape", ["BERT", "Llama", *SLOW])

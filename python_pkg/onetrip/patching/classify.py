@@ -38,7 +38,7 @@ from .report import Unsuitable
 from .residual import ResidualSums, choose_sums, read_sums
 from .rotary import Rotations, read_rotations
 
-_Reading = (
+_Minor = (
     OneMask
     | heads.Heads
     | packed_slices.PackedSlices
@@ -46,8 +46,8 @@ _Reading = (
     | cast_input.CastInputs
     | FunctionalDropouts
 )
-"""Ways to read a tensor, and dropouts: a site has another name where there is more to it."""
-InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | lora.Adapters | _Reading
+"""Ways to read a tensor, and dropouts: a site is named after them where there is nothing else."""
+InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | lora.Adapters | _Minor
 
 
 class _Pattern(NamedTuple):
@@ -64,7 +64,7 @@ class _Pattern(NamedTuple):
 
 
 _HEADS = _Pattern(heads.PATTERN, heads.read_heads, heads.choose_heads, heads.Heads)
-_LAST = (
+_AFTER_SUMS = (
     _Pattern(
         packed_slices.PATTERN,
         packed_slices.read_packed_slices,
@@ -92,11 +92,11 @@ class Together:
 
     @property
     def named(self) -> InForward:
-        """The site that gives its name to the whole: attention, else the last one in the forward that is more than a
-        way to read a tensor, else shared inputs."""
+        """The site that gives its name to the whole: attention, else the last one in the forward that is not
+        minor, else shared inputs."""
         of_attention = [part for part in self.parts if isinstance(part, (Attention, SoftmaxRegions))]
         shared = [part for part in self.parts if isinstance(part, shared_input.SharedInputs)]
-        others = [part for part in self.parts if not isinstance(part, _Reading)]
+        others = [part for part in self.parts if not isinstance(part, _Minor)]
         in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
         return [*of_attention, *in_forward, *shared, self.parts[-1]][0]
 
@@ -232,7 +232,7 @@ class Classifier:
         if isinstance(reading, Interface) and reading.calls_library(module):
             in_order.append((partial(self._found, _HEADS), False))
         in_order += [(self._rotations, False), (self._activations, True), (self._sums, False)]
-        in_order += [(partial(self._found, pattern), pattern.in_wrapper) for pattern in _LAST]
+        in_order += [(partial(self._found, pattern), pattern.in_wrapper) for pattern in _AFTER_SUMS]
         for find, in_wrapper in in_order:
             is_sums = find == self._sums
             forward = self._once(_read, cls, source, in_wrapper)

@@ -1,9 +1,9 @@
 """Dropouts that no sum, attention or activation takes, without a mask in memory: nn.Dropout, and in a forward
 
-    functional.dropout(x, p=self.p, training=self.training)     ->      dropped_(self, x, self.p, self.training)
+    functional.dropout(x, p=self.p, training=self.training)    ->    function_dropped_(self, x, self.p, self.training)
 
-The kernel of residual sums, with nothing to add, draws the mask again in backward. Under torch.compile the original
-runs: Inductor makes a dropout part of the kernels around it.
+where p and training may be any expressions. The kernel of residual sums, with nothing to add, draws the mask again in
+backward. Under torch.compile the original runs: Inductor makes a dropout part of the kernels around it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,25 +55,33 @@ class Dropout:
         _verify(module.p, self.device)
 
 
+class _Found(NamedTuple):
+    """A call of functional.dropout in a forward."""
+
+    call: ast.Call
+    operands: tuple[ast.expr, ast.expr, ast.expr]
+    """x, p, training."""
+    path: str
+    """Of p in the module; empty where it is no attribute."""
+
+
 @dataclass(frozen=True)
 class FunctionalDropouts:
     """A module whose forward calls functional.dropout, as a site."""
 
     forward: Forward
-    chosen: tuple[ast.Call, ...]
+    chosen: tuple[_Found, ...]
     pattern = PATTERN
     detail = ""
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward with the operator in place of its calls."""
         rewriting = Rewriting(self.forward)
-        for call in self.chosen:
-            found = self.forward.functional_dropout(call)
-            assert found is not None
+        for call, operands, _ in self.chosen:
             copied = rewriting.copy_of(call)
-            copied.args = [ast.Name(rewriting.own), *map(rewriting.copy_of, found)]
-            copied.func, copied.keywords = ast.Name("dropped_"), []
-        rewriting.constants["dropped_"] = _functional
+            copied.args = [ast.Name(rewriting.own), *map(rewriting.copy_of, operands)]
+            copied.func, copied.keywords = ast.Name("function_dropped_"), []
+        rewriting.constants["function_dropped_"] = _functional
         return rewriting.rewrite(PATTERN)
 
     def verify(self, module: Any, rewrite: Rewrite) -> None:
@@ -81,24 +89,23 @@ class FunctionalDropouts:
         _verify(0.25, kind_of(module)[0])
 
 
-def read_dropouts(forward: Forward) -> list[tuple[ast.Call, str]]:
-    """(call, path of p in the module) of the calls of functional.dropout in a forward; the path is empty where p is no
-    attribute. Not that of a returned value: the caller's sum may draw it."""
+def read_dropouts(forward: Forward) -> list[_Found]:
+    """Those of a forward, but for that of a value that it returns alone or first: the caller's sum may draw it."""
     left = set()
     for place, value in returned_first(forward.tree.body):
         assigned = forward.value_of(value, place, place.position)
         left |= {id(value), id(assigned[0]) if assigned is not None else 0}
     dropped = ((call, forward.functional_dropout(call)) for call in calls_in(forward.tree) if id(call) not in left)
-    return [(call, forward.child(found[1])) for call, found in dropped if found is not None]
+    return [_Found(call, found, forward.child(found[1])) for call, found in dropped if found is not None]
 
 
-def choose_dropouts(module: Any, found: list[tuple[ast.Call, str]], excluded: Container[int]) -> tuple[ast.Call, ...]:
+def choose_dropouts(module: Any, found: list[_Found], excluded: Container[int]) -> tuple[_Found, ...]:
     """Those whose p is not the 0 of a model without dropout."""
-    return tuple(call for call, path in found if not _is_zero(module, path))
+    return tuple(each for each in found if not _is_zero(module, each.path))
 
 
 def _is_zero(module: Any, path: str) -> bool:
-    value = reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
+    value = reduce(lambda owner, name: inspect.getattr_static(owner, name, None), path.split("."), module)
     return type(value) in (int, float) and value == 0
 
 
@@ -124,10 +131,12 @@ def _fused(module: Any, x: Tensor, p: Any, drops: bool, original: Callable[[], T
         or is_transformed()
         or type(p) not in (float, int)
         or not 0.0 < p <= 1.0
+        or not isinstance(x, Tensor)
         or x.numel() < _SMALLEST.get(x.device.type, 1 << 62)
     ):
         return original()
-    if not calls.fits(x):
+    # torch's result has the strides of x, which code after it may view.
+    if not calls.fits(x) or x.layout != torch.strided or not x.is_contiguous():
         calls.count_fallback(module)
         return original()
     calls.count_fused(module)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from .calls import is_transposed, original_class
 from .report import Unsuitable
-from .source import parse, resolve
+from .source import code_in, parse, resolve
 
 
 def read_forward(function: Any, source: str = "", method: str = "forward") -> Forward | Unsuitable:
@@ -68,6 +68,8 @@ class Forward:
         match expression:
             case ast.Call(func=function, args=[x, *rest], keywords=keywords) if (
                 resolve(function, self.globals) is functional.dropout
+                and not any(isinstance(each, ast.Starred) for each in (x, *rest))
+                and not self._locals & {each.id for each in ast.walk(function) if isinstance(each, ast.Name)}
             ):
                 options = dict(zip(("p", "training", "inplace"), rest, strict=False)) | {
                     k.arg: k.value for k in keywords
@@ -114,6 +116,12 @@ class Forward:
         return any(
             is_nested or (node.lineno, node.col_offset) >= end for node, is_nested in self._occurrences.get(name, ())
         )
+
+    @cached_property
+    def _locals(self) -> frozenset[str]:
+        """Names of parameters and variables, nested functions' too: none of them is the global one."""
+        code = self.function.__code__
+        return frozenset(name for each in (code, *code_in(code)) for name in (*each.co_varnames, *each.co_cellvars))
 
     @cached_property
     def _occurrences(self) -> dict[str, list[tuple[ast.Name, bool]]]:

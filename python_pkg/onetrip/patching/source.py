@@ -12,8 +12,8 @@ import inspect
 import linecache
 import pickle
 import textwrap
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 from zlib import crc32
@@ -38,55 +38,63 @@ FUNCTIONS: dict[Any, str] = {
 """The functions that patterns can name, by what a call resolves to."""
 
 
+_sources: weakref.WeakKeyDictionary[Callable[..., Any], tuple[CodeType, str]] = weakref.WeakKeyDictionary()
+"""Function -> (its code, the source that compiles to it): models share classes, and are patched again."""
+
+
 def parse(function: Any, may_call_super: bool = False) -> ast.FunctionDef | Unsuitable:
     """The definition of a plain function, if it is the code that runs. A decorator must return the function itself, as
     auto_docstring does."""
     if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
         return Unsuitable("unknown_forward", "not a plain Python function")
-    code = function.__code__
-    if function.__closure__ and not (may_call_super and code.co_freevars == ("__class__",)):
+    if function.__closure__ and not (may_call_super and function.__code__.co_freevars == ("__class__",)):
         return Unsuitable("unknown_forward", "calls super(), or is defined inside a function")
-    tree = definition(code)
+    code, source = _sources.get(function, (None, ""))
+    is_known = code is function.__code__
+    source = source if is_known else _source(function)
+    tree = _defined_by(source)
     if tree is None:
         return Unsuitable("unknown_forward", "its source cannot be read")
     is_decorated = bool(tree.decorator_list)
     tree.decorator_list = []
-    if (is_decorated and vars(function)) or not _runs(code, code.co_filename, function.__qualname__):
+    if (is_decorated and vars(function)) or not (is_known or _is_source_of(tree, function)):
         return Unsuitable("unknown_forward", "decorated" if is_decorated else "its source is not the code that runs")
+    _sources[function] = function.__code__, source
     return tree
 
 
 def definition(code: CodeType) -> ast.FunctionDef | None:
     """The definition that the source of code begins with; None where it cannot be read."""
-    pickled = _definition(code, code.co_filename)
-    return None if pickled is None else cast(ast.FunctionDef, pickle.loads(pickled))
+    return _defined_by(_source(code))
 
 
-@lru_cache(maxsize=4096)
-def _definition(code: CodeType, file: str) -> bytes | None:
-    """Remembered: models share classes, and are patched again. Pickled: each caller may change its own."""
+def _source(function: Any) -> str:
+    """Of a function, or of code; empty where it cannot be read."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""
+
+
+def _defined_by(source: str) -> ast.FunctionDef | None:
+    try:
+        tree = ast.parse(source).body[0]
+    except (SyntaxError, IndexError):
         return None
-    return pickle.dumps(tree) if isinstance(tree, ast.FunctionDef) else None
+    return tree if isinstance(tree, ast.FunctionDef) else None
 
 
-@lru_cache(maxsize=4096)
-def _runs(code: CodeType, file: str, name: str) -> bool:
-    """Whether the code of a function of this name is what its source compiles to. It is not after an edit on disk, or
-    a new __code__."""
-    tree = definition(code)
-    assert tree is not None
-    tree.decorator_list = []
-    names = name.split(".")[-2:]
+def _is_source_of(tree: ast.FunctionDef, function: Any) -> bool:
+    """Whether the definition compiles to the code of the function. It does not after an edit on disk, or a new
+    __code__."""
+    name = function.__qualname__.split(".")[-2:]
     body: list[ast.stmt] = [tree]
-    if len(names) == 2 and names[0].isidentifier():  # a class mangles private names
-        body = [ast.ClassDef(names[0], [], [], body, [])]
+    if len(name) == 2 and name[0].isidentifier():  # a class mangles private names
+        body = [ast.ClassDef(name[0], [], [], body, [])]
     module = ast.fix_missing_locations(ast.Module(body, []))
-    flags = code.co_flags & __future__.annotations.compiler_flag
-    actual = list(_instructions(code))
-    return any(list(_instructions(each)) == actual for each in code_in(compile(module, "", "exec", flags, True)))
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+    actual = list(_instructions(function.__code__))
+    return any(list(_instructions(code)) == actual for code in code_in(compile(module, "", "exec", flags, True)))
 
 
 def code_in(code: CodeType) -> Iterator[CodeType]:

@@ -11,6 +11,7 @@ from onetrip.ops.common.rng import dropout_scale
 from onetrip.patching import dropouts
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 from transformers import BartConfig, BartModel, BertConfig, BertModel, GPT2Config, GPT2Model, T5Config, T5Model
 
@@ -65,6 +66,24 @@ class Adds(CallsTheFunction):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.cos(functional.dropout(self.up(x), p=self.p, training=self.training))
         return x + functional.dropout(self.down(h), p=self.p, training=self.training)
+
+
+class BesideASum(CallsTheFunction):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.25), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.dropout(torch.cos(self.up(x)), p=self.p, training=self.training)
+        return self.norm(x + self.drop(self.down(h)))
+
+
+class BesideATail(BesideASum):
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.dropout(torch.cos(self.up(x)), p=self.p, training=self.training)
+        h = self.down(h)
+        h = self.drop(h)
+        return h
 
 
 class AddsWhatItReturns(nn.Module):
@@ -124,6 +143,103 @@ def test_what_a_child_returns_is_drawn_by_its_parents_sum(make: Any) -> None:
     assert {site.name: site.pattern for site in report.patched} == {"": "dropout_add", "inner": "dropout"}
     model(torch.randn(SHAPE))
     assert report.calls() == {"": (1, 0), "inner": (2, 0)}
+
+
+@pytest.mark.parametrize(
+    ("make", "calls"),
+    [
+        (BesideASum, {"": (2, 0)}),
+        (lambda: AddsWhatItReturns(BesideATail()), {"": (1, 0), "inner": (1, 0), "inner.norm": (0, 0)}),
+    ],
+    ids=["sum", "tail"],
+)
+def test_beside_a_sum_that_draws_a_childs_dropout(make: Any, calls: Any) -> None:
+    model = make()
+    report = patch_model(model)
+    x = torch.randn(SHAPE, requires_grad=True)
+    model(x).sum().backward()
+    assert report.calls() == calls
+    model.eval()
+    y = model(x)
+    unpatch_model(model)
+    torch.testing.assert_close(model(x), y)
+
+
+class Named(CallsTheFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cos(dropout(x, p=self.p, training=self.training))
+
+
+class Shadowed(CallsTheFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+            return 2 * x
+
+        return torch.cos(dropout(self.up(x), p=self.p, training=self.training))
+
+
+class ShadowedWithin(CallsTheFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return (lambda dropout: torch.cos(dropout(x, p=self.p, training=self.training)))(lambda x, p, training: 3 * x)
+
+
+class ShadowedAround(CallsTheFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+            return 4 * x
+
+        return (lambda h: torch.cos(dropout(h, p=self.p, training=self.training)))(self.up(x))
+
+
+class Starred(CallsTheFunction):
+    nothing = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cos(functional.dropout(self.up(x), *self.nothing, training=self.training))
+
+
+@pytest.mark.parametrize("make", [Shadowed, ShadowedWithin, ShadowedAround, Starred])
+def test_other_calls_are_left_alone(make: Any) -> None:
+    assert dropouts_of(make()) == [] and dropouts_of(Named()) == [""]
+
+
+def test_a_probability_that_cannot_be_read_yet_is_asked_for_by_calls() -> None:
+    class Later(CallsTheFunction):
+        @property
+        def later(self) -> float:
+            raise RuntimeError("not yet")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cos(functional.dropout(self.up(x), p=self.later, training=self.training))
+
+    model = Later()
+    assert dropouts_of(model) == [""]
+    with pytest.raises(RuntimeError, match="not yet"):
+        model(torch.ones(SHAPE))
+
+
+class TransposedModule(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x.transpose(1, 2)).transpose(1, 2).view(-1, 64)
+
+
+class TransposedFunction(CallsTheFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x.transpose(1, 2), self.p, self.training).transpose(1, 2).view(-1, 64)
+
+
+@pytest.mark.parametrize("make", [TransposedModule, TransposedFunction])
+def test_results_have_the_strides_that_torch_gives_them(make: Any) -> None:
+    model = make()
+    report = patch_model(model)
+    assert model(torch.ones(SHAPE)).shape == (256, 64)
+    assert [*report.calls().values()] == [(0, 1)]
+
+
+def test_traced_symbolically() -> None:
+    model = ReturnsAName()
+    patch_model(model)
+    assert "dropout" in torch.fx.symbolic_trace(model).code
 
 
 def test_a_site_has_the_name_of_its_sum() -> None:
