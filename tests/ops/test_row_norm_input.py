@@ -350,3 +350,29 @@ def test_wrapped_tensors_reach_their_own_dispatch_in_any_role(target, name):
 def test_parameter_subclasses_are_plain_tensors(target):
     i = make((4, 6), torch.float32, "weight", device=target.device)
     assert_bitwise(ops.layer_norm(i.x, torch.nn.Parameter(i.weight)), ops.layer_norm(i.x, i.weight))
+
+
+@operators
+def test_results_may_be_written_to(operator, target):
+    """As torch's; autograd forbids it of views that a Function returns. What backward needs of them it misses."""
+    i = make((2, 3, 8), torch.float32, ALL, device=target.device)
+    leaves = i.leaves()
+    outputs = operator(leaves)
+    y, z = outputs if isinstance(outputs, tuple) else (outputs, None)
+    y.mul_(3.0)
+    y.sum().backward()
+    assert_bitwise(leaves.x.grad, results_of_three(operator, i))
+    if z is not None:
+        y, z = operator(i.leaves())
+        z.mul_(3.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def results_of_three(operator: Callable[[Inputs], Any], i: Inputs) -> Tensor:
+    """The gradient of x for gradients of 3."""
+    leaves = i.leaves()
+    outputs = operator(leaves)
+    y = outputs[0] if isinstance(outputs, tuple) else outputs
+    y.backward(torch.full_like(y, 3.0))
+    return leaves.x.grad

@@ -211,6 +211,15 @@ def test_without_dropout_the_result_itself_is_saved(target):
     assert len(saved) == 1 and saved[0].data_ptr() == y.data_ptr()
 
 
+def test_a_result_written_to_is_missed_in_backward(target):
+    """As torch's. With dropout the probabilities are saved."""
+    scores = torch.randn(2, 3, 8, device=target.device, requires_grad=True)
+    y = ops.softmax(scores).mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    ops.softmax(scores, dropout_p=0.3).mul_(2.0).sum().backward()
+
+
 @pytest.mark.promise("softmax D1, D5")
 def test_dropout_draws_from_the_generator(target):
     scores = torch.randn(8, 100, device=target.device)

@@ -37,7 +37,7 @@ from ..reference.row_norm import (
 )
 from . import row_norm_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import EagerCall, eager_backward, eager_forward, matrix, vector
+from .common.native import EagerCall, eager_backward, eager_forward, matrix, reshaped, vector
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
@@ -59,7 +59,8 @@ def forward(backend: str, operands: OperandTuple, rng: Rng | None, plan: RowNorm
         return row_norm_native.forward(operands, rng, plan)
     rows: Any = (matrix(tensor, x.shape[-1]) for tensor in (x, residual))
     y, z, mean, rstd = formulas(backend, "row_norm").forward(Operands(*rows, *map(vector, parameters)), rng, plan)
-    return Outputs(None if y is None else y.view(x.shape), None if z is None else z.view(x.shape), mean, rstd)
+    y, z = (None if tensor is None else reshaped(tensor, x.shape) for tensor in (y, z))
+    return Outputs(y, z, mean, rstd)
 
 
 def backward(backend: str, operands: BackwardOperands, rng: Rng | None, plan: RowNormPlan, wanted: Dtypes) -> Gradients:

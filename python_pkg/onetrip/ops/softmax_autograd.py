@@ -18,7 +18,7 @@ from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxP
 from . import softmax_native
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
-from .common.native import EagerCall, eager_backward, eager_forward, in_memory, rows
+from .common.native import EagerCall, eager_backward, eager_forward, in_memory, reshaped, rows
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
@@ -51,7 +51,7 @@ def forward(
     if backend in ("cpu", "cuda"):
         return softmax_native.forward((scores, mask, layout, n_queries), rng, plan, may_overwrite)
     y, p = formulas(backend, "softmax").forward(Operands(_matrix(scores), mask, layout, n_queries), rng, plan)
-    return y.view(shape), None if p is None else p.view(shape)
+    return reshaped(y, shape), None if p is None else reshaped(p, shape)
 
 
 def backward(

@@ -105,6 +105,12 @@ def rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
     return tensor, tensor.stride(0)
 
 
+def reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """A new tensor in another shape, and no view of it: autograd forbids to write to a view that a Function returns."""
+    result: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return result
+
+
 def matrix(tensor: Tensor | None, n_cols: int) -> Tensor | None:
     """The tensor as [n_rows, n_cols] with last stride 1, for backends that read torch's strides."""
     if tensor is None:

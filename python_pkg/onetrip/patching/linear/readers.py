@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
+from ...ops.common.native import reshaped
 from ...ops.common.products import add_product_, column_sums, product, widens
 from ...ops.common.rng import draw_rng
 from ...ops.common.tracing import refuse_double_backward
@@ -116,9 +117,7 @@ class _Linear(torch.autograd.Function):
         readers.nodes.append(weakref.ref(ctx))
         dropped = cast if dropout is None else dropout(cast, None)
         y = functional.linear(dropped, weight, None if bias is None else bias.to(cast.dtype))
-        # No view: a model may write to it, which autograd forbids for views that a Function returns.
-        result: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
-        return result
+        return reshaped(y, y.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
