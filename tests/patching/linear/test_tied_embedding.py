@@ -37,8 +37,10 @@ class Tied(nn.Module):
 class Scaled(nn.Embedding):
     """As BART's."""
 
+    scale: float | Tensor = 3.0
+
     def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids) * 3.0
+        return super().forward(input_ids) * self.scale
 
 
 class TwoTowers(Tied):
@@ -100,6 +102,19 @@ def large_tensors(model: nn.Module, ids: Tensor) -> int:
     found = traffic(lambda: gradients(model, ids)).operators.values()
     names = ("aten::add", "aten::add_", "aten::embedding_dense_backward")
     return sum(each.calls for each in found if each.name in names and each.bytes / each.calls >= table)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, torch.tensor(1.0), torch.tensor([3.0])], ids=repr)
+def test_an_embedding_is_not_multiplied_by_one(scale: float | Tensor) -> None:
+    model, ids = made(TwoTowers), some_ids()
+    model.other.scale = scale
+    expected_y, expected = model(ids), gradients(model, ids)
+    report = patch_model(model)
+    assert "scaled_" in report.diff("other")
+    assert torch.equal(model(ids), expected_y)
+    assert_agree(gradients(model, ids), expected, 1e-6)
+    found = traffic(lambda: model.other(ids)).operators.values()
+    assert any(each.name == "aten::mul" for each in found) == (not isinstance(scale, float) or scale != 1.0)
 
 
 def test_no_pass_over_the_matrix_is_left() -> None:

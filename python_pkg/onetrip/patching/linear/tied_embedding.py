@@ -122,6 +122,11 @@ def embedded(module: Any, ids: Any) -> Tensor:
     return y
 
 
+def scaled(y: Tensor, scale: Any) -> Tensor:
+    """y * scale; y itself where that is a copy, as with BART's scale_embedding=False. y: nothing else reads it."""
+    return y if isinstance(scale, float) and scale == 1.0 else y * scale
+
+
 def _is_fusable(module: Any, ids: Any) -> bool:
     if calls.is_followed() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
         return False
@@ -173,7 +178,7 @@ class TiedEmbedding:
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward that reads the matrix by its alias."""
-        names = (("embedded_", embedded), ("linear_", linear))
+        names = (("embedded_", embedded), ("scaled_", scaled), ("linear_", linear))
         is_own = self.source not in (_EMBEDDING, _HEAD)
         return Rewrite(PATTERN, self.source, names, in_module=is_own)
 
@@ -209,4 +214,8 @@ def tied_site(module: nn.Module) -> TiedEmbedding | None:
         return None
     call = found[0]
     call.func, call.args = ast.Name("embedded_"), [ast.Name(tree.args.args[0].arg), *call.args]
+    for statement in tree.body:
+        match statement:
+            case ast.Return(value=ast.BinOp(left=ast.Call() as left, op=ast.Mult(), right=scale)) if left is call:
+                statement.value = ast.Call(ast.Name("scaled_"), [call, scale], [])
     return TiedEmbedding(ast.unparse(bare(ast.fix_missing_locations(tree))) + "\n")
