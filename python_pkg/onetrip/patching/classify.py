@@ -31,7 +31,7 @@ from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_i
 from .dropouts import Dropout, FunctionalDropouts
 from .experts import Experts, GroupedExperts, read_experts
 from .forward import Forward, read_forward
-from .linear import cast_input, lora, packed_slices, shared_input, tied_embedding
+from .linear import cast_input, lora, packed_slices, scaled_logits, shared_input, tied_embedding
 from .linear_loss import VocabularyLoss, labels_position, output_layer
 from .norms import KERNEL_DEVICES, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
@@ -44,6 +44,7 @@ _Minor = (
     | packed_slices.PackedSlices
     | shared_input.SharedInputs
     | cast_input.CastInputs
+    | scaled_logits.ScaledLogits
     | FunctionalDropouts
 )
 """Ways to read a tensor, and dropouts: a site is named after them where there is nothing else."""
@@ -78,6 +79,13 @@ _AFTER_SUMS = (
         shared_input.SharedInputs,
     ),
     _Pattern(cast_input.PATTERN, cast_input.read_casts, cast_input.choose_casts, cast_input.CastInputs),
+    _Pattern(
+        scaled_logits.PATTERN,
+        scaled_logits.read_scaled_logits,
+        scaled_logits.choose_scaled_logits,
+        scaled_logits.ScaledLogits,
+        in_wrapper=True,
+    ),
     _Pattern(lora.PATTERN, lora.read_adapters, lora.choose_adapters, lora.Adapters),
     _Pattern(dropouts.PATTERN, dropouts.read_dropouts, dropouts.choose_dropouts, FunctionalDropouts, in_wrapper=True),
 )

@@ -30,7 +30,7 @@ from .classify import Classifier, Site
 from .dropouts import uncalled_dropouts
 from .experts import Experts
 from .half_results import find_half_results
-from .linear import cast_input, lora, packed_slices, shared_input, tied_embedding
+from .linear import cast_input, lora, packed_slices, scaled_logits, shared_input, tied_embedding
 from .norms import could_be_norm
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .verify import kind_of, undisturbed
@@ -39,7 +39,7 @@ PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
     *(eager.PATTERN, one_mask.PATTERN, heads.PATTERN, *activations.PATTERNS, experts.PATTERN, rotary.PATTERN),
     *(packed_slices.PATTERN, shared_input.PATTERN, cast_input.PATTERN, tied_embedding.PATTERN, lora.PATTERN),
-    *(watched_logits.PATTERN, dropouts.PATTERN),
+    *(scaled_logits.PATTERN, watched_logits.PATTERN, dropouts.PATTERN),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, linear_loss.PATTERN)

@@ -1,0 +1,225 @@
+"""Factors of an output layer's result, moved to what it reads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.measure.traffic import traffic
+from onetrip.patching import PATTERNS, patch_model, unpatch_model
+from outcomes import assert_equal, outcome, parameter_gradients
+from patching_cases import WIDTH, randomised, twice
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+VOCABULARY = 96
+
+
+class Scaling(nn.Module):
+    """See the subclasses."""
+
+    def __init__(self, scale: Any = 0.0625, bias: bool = False, width: int = VOCABULARY) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, width, bias=bias)
+        self.scale = scale
+
+
+class Multiplied(Scaling):
+    """As Cohere's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.body(x).tanh())
+        logits = logits * self.scale
+        return logits
+
+
+class Divided(Scaling):
+    """As Granite's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        logits = self.head(h[:, 1:])
+        logits = logits / self.scale
+        return logits + h.sum()
+
+
+class Inline(Scaling):
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.body(x)) * self.scale
+        return logits
+
+
+class Constant(Scaling):
+    @twice
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.body(x)) / 4
+        return logits
+
+
+FOUND = (Multiplied, Divided, Inline, Constant)
+
+
+class ReadBefore(Scaling):
+    def forward(self, x: Tensor) -> Tensor:
+        raw = self.head(self.body(x))
+        logits = raw * self.scale
+        return logits + raw
+
+
+class OtherStatementBetween(Scaling):
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.body(x))
+        logits = logits + 1.0
+        logits = logits * self.scale
+        return logits
+
+
+class ByATensorOfTheForward(Scaling):
+    def forward(self, x: Tensor) -> Tensor:
+        factor = x.mean()
+        logits = self.head(self.body(x)) * factor
+        return logits
+
+
+LEFT = (ReadBefore, OtherStatementBetween, ByATensorOfTheForward)
+
+
+def counts(report: Any) -> tuple[int, int]:
+    ((fused, fallen_back),) = report.calls().values()
+    return fused, fallen_back
+
+
+def patch(model: nn.Module) -> Any:
+    return patch_model(model, patterns=("scaled_logits",))
+
+
+def passes(model: nn.Module, x: Tensor) -> int:
+    """Elements of the factor's multiplications, there and back."""
+    found = traffic(lambda: outcome(model, x)).operators.values()
+    return sum(each.bytes for each in found if each.name in ("aten::mul", "aten::div"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.0625, 8, -0.5])
+@pytest.mark.parametrize("kind", FOUND)
+def test_the_same_bits_with_a_smaller_pass(kind: Any, scale: float, dtype: torch.dtype, x: Tensor) -> None:
+    model, x = randomised(kind(scale)).to(dtype), x.to(dtype)
+    expected, before = outcome(model, x), passes(model, x)
+    report = patch(model)
+    assert [site.pattern for site in report.patched] == ["scaled_logits"]
+    assert_equal(outcome(model, x), expected)
+    assert counts(report) == (1, 0)
+    assert passes(model, x) < before
+    unpatch_model(model)
+    assert type(model) is kind
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_under_autocast(kind: Any, x: Tensor) -> None:
+    model = randomised(kind())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = outcome(model, x)
+        report = patch(model)
+        assert_equal(outcome(model, x), expected)
+    assert counts(report) == (1, 0)
+
+
+def test_a_factor_of_one_costs_nothing(x: Tensor) -> None:
+    model = randomised(Inline(1.0))
+    expected = outcome(model, x)
+    patch(model)
+    assert_equal(outcome(model, x), expected)
+    assert passes(model, x) == 0
+
+
+@pytest.mark.parametrize("scale", [0.3, 3, True, torch.tensor(0.5)], ids=str)
+@pytest.mark.parametrize("kind", [Multiplied, Divided])
+def test_other_factors_scale_the_logits(kind: Any, scale: Any, x: Tensor) -> None:
+    model = randomised(kind(scale))
+    expected = outcome(model, x)
+    report = patch(model)
+    assert_equal(outcome(model, x), expected)
+    assert counts(report) == (0, 0)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
+def test_factors_without_an_inverse(scale: float, x: Tensor) -> None:
+    report = patch(model := Multiplied(scale))
+    model(x)
+    assert counts(report) == (0, 0)
+
+
+def test_a_factor_that_is_trained(x: Tensor) -> None:
+    model = randomised(Multiplied(nn.Parameter(torch.tensor(0.5))))
+    model.scale.data.fill_(0.5)
+    expected = outcome(model, x)
+    patch(model)
+    assert_equal(outcome(model, x), expected)
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_forwards_that_are_left(kind: Any) -> None:
+    assert not patch(kind()).patched
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"width": WIDTH}], ids=str)
+def test_layers_that_are_left(options: Any) -> None:
+    assert not patch(Multiplied(**options)).patched
+
+
+def change_hook(model: Any) -> None:
+    model.head.register_forward_hook(lambda *_: None)
+
+
+def change_bias(model: Any) -> None:
+    model.head.bias = nn.Parameter(torch.ones(VOCABULARY))
+
+
+def change_layer(model: Any) -> None:
+    model.head = nn.Sequential(model.head)
+
+
+@pytest.mark.parametrize("change", [change_hook, change_bias, change_layer])
+def test_changes_after_patching_scale_the_logits(change: Callable[[Any], None], x: Tensor) -> None:
+    model = randomised(Multiplied())
+    unpatched = copy.deepcopy(model)
+    report = patch(model)
+    for each in (model, unpatched):
+        change(each)
+    seen: list[Tensor] = []
+    model.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    assert_equal(outcome(model, x), outcome(unpatched, x))
+    assert counts(report) == (0, 0)
+    assert torch.equal(seen[0], model.body(x).tanh())
+
+
+TINY = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+MODELS = {"cohere": {"logit_scale": 0.0625}, "granite": {"logits_scaling": 8.0}}
+
+
+@pytest.mark.parametrize("patterns", [PATTERNS, ("linear_cross_entropy",)], ids=["default", "loss"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_of_transformers(kind: str, patterns: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**TINY, **HEADS, **MODELS[kind])).train()
+    ids = torch.randint(3, 128, (2, 9))
+
+    def run() -> Any:
+        model.zero_grad()
+        outputs = model(input_ids=ids, labels=ids)
+        outputs.loss.backward()
+        return outputs.loss.detach(), outputs.logits[:1].detach(), parameter_gradients(model)
+
+    patch_model(model, patterns=[each for each in patterns if each != "scaled_logits"])
+    loss, logits, gradients = run()
+    unpatch_model(model)
+    report = patch_model(model, patterns=(*patterns, "scaled_logits"))
+    assert "scaled_logits_" in report.diff("")
+    found = run()
+    torch.testing.assert_close(found[0], loss)
+    torch.testing.assert_close(found[1], logits)
+    assert_equal(found[2], gradients)
