@@ -167,7 +167,8 @@ class Rotated:
     def _casts(self, module: nn.Module, cache: Any) -> bool:
         """Whether attention casts what it is given: a user's own function need not, and a cache that does not grow by
         torch.cat has memory of the dtype that it was given first."""
-        if cache is not None and type(cache).__name__ != "DynamicCache":
+        cls = type(cache)
+        if cache is not None and (cls.__module__, cls.__name__) != ("transformers.cache_utils", "DynamicCache"):
             return False
         name = getattr(getattr(module, "config", None), "_attn_implementation", None)
         function = None if self.interface is None else self.interface.get(name)

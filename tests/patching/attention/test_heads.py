@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,10 +150,12 @@ def test_what_others_may_read_is_copied(changed: Any) -> None:
     assert not patch_model(changed, patterns=ONLY).patched
 
 
-def test_other_functions_are_given_copies(x: Tensor) -> None:
+@pytest.mark.parametrize("decorate", [lambda own: own, functools.wraps(ALL_ATTENTION_FUNCTIONS["sdpa"])])
+def test_other_functions_are_given_copies(x: Tensor, decorate: Any) -> None:
     """A function of a user's may need rows one after another."""
     model, strides = Attention(), []
 
+    @decorate
     def own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
         strides.extend(each.is_contiguous() for each in (query, key, value))
         return eager(module, query, key, value, mask, **options)

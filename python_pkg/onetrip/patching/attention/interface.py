@@ -216,8 +216,9 @@ def _passes_mask(call: ast.Call) -> bool:
 
 
 def is_of_transformers(function: Callable[..., Any]) -> bool:
-    """Whether an attention function is transformers' or ours, not a user's own."""
-    return function.__module__.startswith(("transformers.integrations.", "onetrip."))
+    """Whether an attention function is transformers' or ours, not a user's own, nor a wrapper with such a name."""
+    is_named_so = function.__module__.startswith(("transformers.integrations.", "onetrip."))
+    return is_named_so and not hasattr(function, "__wrapped__")
 
 
 def interface_of(forward: Forward) -> Any:
