@@ -148,8 +148,15 @@ SAME_BITS = [
 ]
 
 
-@pytest.mark.parametrize("size", [(9, 64), (9, 256), (5, 768), (5, 1024), (20, 4104), (9, 8200), (3, 16400)], ids=_id)
-@pytest.mark.parametrize(("pair", "y_dtype"), SAME_BITS, ids=_id)
+def _of_each_size() -> list[object]:
+    """Wide rows, which take seconds, with every other pair of dtypes in turn."""
+    sizes = [(9, 64), (9, 256), (5, 768), (5, 1024), (20, 4104), (9, 8200), (3, 16400)]
+    crossed = ((i, j, (*types, size)) for i, types in enumerate(SAME_BITS) for j, size in enumerate(sizes))
+    marks = [pytest.mark.exhaustive]
+    return [pytest.param(*case, marks=marks * (case[2][1] > 4000 and (i + j) % 2)) for i, j, case in crossed]
+
+
+@pytest.mark.parametrize(("pair", "y_dtype", "size"), _of_each_size(), ids=_id)
 def test_same_bits_wherever_tensors_lie(
     driver, pair: str, y_dtype: torch.dtype | None, size: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -187,8 +194,8 @@ def test_same_bits_wherever_tensors_lie(
         ("f16-f32", 9, 9000, True, (227, 96, 64)),
         ("f32", 9, 16384, True, (227,)),
         ("bf16", 22, 20000, False, (227,)),
-        pytest.param("bf16", 11, 40000, True, (227,), marks=pytest.mark.slow),
-        pytest.param("f32", 2, 65536, False, (227,), marks=pytest.mark.slow),
+        pytest.param("bf16", 11, 40000, True, (227,), marks=pytest.mark.exhaustive),
+        pytest.param("f32", 2, 65536, False, (227,), marks=pytest.mark.exhaustive),
     ],
 )
 def test_wide_gradients_do_not_depend_on_the_gpu(
@@ -223,8 +230,17 @@ def test_wide_rows_do_not_depend_on_shared_memory(driver, pair: str, tmp_path: P
                 assert torch.equal(tensor, outputs[0][name]), name
 
 
-@pytest.mark.parametrize("size", [(35, 4104), (20, 8200)], ids=_id)
-@pytest.mark.parametrize("pair", ["f32", "bf16", "bf16-f32"])
+@pytest.mark.parametrize(
+    ("pair", "size"),
+    [
+        *(("f32", (35, 4104)), ("bf16", (20, 8200)), ("bf16-f32", (35, 4104))),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("f32", (20, 8200)), ("bf16", (35, 4104)), ("bf16-f32", (20, 8200)))
+        ),
+    ],
+    ids=_id,
+)
 def test_wide_gradients_of_every_call(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
     """Every kind of call, aligned and not; with little memory, so that rows wait for those before them."""
     aligned = [replace(call, shared_limit=96 * 1024) for call in calls(PAIRS[pair], *size, orders=(4,))]

@@ -26,9 +26,11 @@ def test_the_page_quotes_the_recorded_figures() -> None:
 @pytest.mark.slow
 def test_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = [(cpu_advice.GLIBC, {}), ("glibc, tuned", {"GLIBC_TUNABLES": cpu_advice.TUNABLES})]
+    threads = [("1 thread", {"OMP_NUM_THREADS": "1"}), ("2 threads, bound", dict(list(cpu_advice.threads())[-1][1]))]
     monkeypatch.setattr(cpu_advice, "environments", lambda: iter(twice))
+    monkeypatch.setattr(cpu_advice, "threads", lambda: iter(threads))
     cases = cpu_advice.measure("tiny-bert", 1)
-    assert len(cases) == len(twice) + 4 + len(list(cpu_advice.threads()))
+    assert len(cases) == len(twice) + 4 + len(threads)
     for case in cases:
         assert case["cpu_ms"]["median"] > 0 and case["system_ms"] >= 0 and case["faster"]["median"] > 0
     assert cases[0]["faster"]["median"] == 1.0 and cases[1]["environment"] == twice[1][1]

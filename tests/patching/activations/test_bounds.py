@@ -25,9 +25,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=[pytest.mark.slow] if "glm5" in name else []) for name in MODELS]
+    ("model_type", "implementation"),
+    [(name, how) for name in MODELS for how in ("eager", "grouped_mm") if "glm5" not in name]
+    + [pytest.param("glm5_next_text", "eager", marks=pytest.mark.slow)],  # half a minute
 )
 def test_models_of_transformers(model_type: str, implementation: str) -> None:
     """With a limit that many values are beyond."""
