@@ -151,9 +151,11 @@ SAME_BITS = [
 def _of_each_size() -> list[object]:
     """Wide rows, which take seconds, with every other pair of dtypes in turn."""
     sizes = [(9, 64), (9, 256), (5, 768), (5, 1024), (20, 4104), (9, 8200), (3, 16400)]
-    crossed = ((i, j, (*types, size)) for i, types in enumerate(SAME_BITS) for j, size in enumerate(sizes))
-    marks = [pytest.mark.exhaustive]
-    return [pytest.param(*case, marks=marks * (case[2][1] > 4000 and (i + j) % 2)) for i, j, case in crossed]
+    found = []
+    for (i, types), (j, size) in itertools.product(enumerate(SAME_BITS), enumerate(sizes)):
+        is_left = size[1] > 4000 and (i + j) % 2
+        found.append(pytest.param(*types, size, marks=[pytest.mark.exhaustive] if is_left else []))
+    return found
 
 
 @pytest.mark.parametrize(("pair", "y_dtype", "size"), _of_each_size(), ids=_id)

@@ -28,7 +28,10 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("model_type", "implementation"),
     [(name, how) for name in MODELS for how in ("eager", "grouped_mm") if "glm5" not in name]
-    + [pytest.param("glm5_next_text", "eager", marks=pytest.mark.slow)],  # half a minute
+    + [  # half a minute each
+        pytest.param("glm5_next_text", "eager", marks=pytest.mark.slow),
+        pytest.param("glm5_next_text", "grouped_mm", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
 )
 def test_models_of_transformers(model_type: str, implementation: str) -> None:
     """With a limit that many values are beyond."""

@@ -165,6 +165,7 @@ def test_other_functions_are_given_copies(x: Tensor, decorate: Any) -> None:
     try:
         model.config._attn_implementation = "own"
         model(x)
+        assert not patch_model(Attention("own"), patterns=ONLY).patched
     finally:
         del ALL_ATTENTION_FUNCTIONS["own"]
     assert strides == [True] * 3

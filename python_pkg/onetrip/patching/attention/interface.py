@@ -149,7 +149,7 @@ class Interface:
                 return SDPA_IN_USE
             shares_mask = shares_mask and not replace_sdpa and self._passes_mask()
             return Attention(self, sdpa_function(function), not replace_sdpa, shares_mask)
-        if function.__module__.startswith("transformers.integrations."):
+        if _is_for_a_library(function):
             return Unsuitable("other_attention_in_use", function.__name__)
         found = read_eager_function(function)
         return found if isinstance(found, Unsuitable) else Attention(self, found)
@@ -163,7 +163,7 @@ class Interface:
     def calls_library(self, module: nn.Module) -> bool:
         """Whether the module calls one of transformers' functions for libraries (SDPA, flash-attn) now."""
         function = self._function(module)
-        return function is not None and function.__module__.startswith("transformers.integrations.")
+        return function is not None and _is_for_a_library(function)
 
     def _passes_mask(self) -> bool:
         return any(map(_passes_mask, calls_in(self.forward.tree)))
@@ -216,9 +216,13 @@ def _passes_mask(call: ast.Call) -> bool:
 
 
 def is_of_transformers(function: Callable[..., Any]) -> bool:
-    """Whether an attention function is transformers' or ours, not a user's own, nor a wrapper with such a name."""
-    is_named_so = function.__module__.startswith(("transformers.integrations.", "onetrip."))
-    return is_named_so and not hasattr(function, "__wrapped__")
+    """Whether an attention function is transformers' or ours, not a user's own."""
+    return _is_for_a_library(function) or function.__module__.startswith("onetrip.")
+
+
+def _is_for_a_library(function: Callable[..., Any]) -> bool:
+    """Whether an attention function is one of transformers' for a library, not what functools.wraps named so."""
+    return function.__module__.startswith("transformers.integrations.") and not hasattr(function, "__wrapped__")
 
 
 def interface_of(forward: Forward) -> Any:

@@ -6,21 +6,21 @@
 becomes a call of scaled_logits: self.lm_head(h * self.logit_scale).
 
 Logits are the largest tensor of a step, h is a small one (Cohere; Granite, which divides). A power of two changes
-exponents alone: the products' sums and roundings are the same.
+exponents alone: the products' sums and roundings are the same. Not in float16, whose exponents end close by.
 """
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import calls
 from ..classes import Rewrite
@@ -29,6 +29,9 @@ from ..rewriting import Rewriting
 from ..verify import check_function, kind_of
 
 PATTERN = "scaled_logits"
+
+_LARGEST_EXPONENT = 16
+"""Of a factor 2^e or 2^-e: what it scales stays far from the ends of bfloat16 and float32."""
 
 
 class _Found(NamedTuple):
@@ -68,7 +71,7 @@ def _is_chosen(dense: nn.Linear | None) -> bool:
 
 @dataclass(frozen=True)
 class ScaledLogits:
-    """A module that scales the result of its output layer, as a site."""
+    """A module that scales the result of a linear layer, as a site."""
 
     forward: Forward
     chosen: tuple[_Found, ...]
@@ -76,7 +79,7 @@ class ScaledLogits:
     detail = ""
 
     def rewrite(self, cls: type) -> Rewrite:
-        """The forward with scaled_logits in place of layer and factor."""
+        """The forward with scaled_logits in place of the layer's call and its factor."""
         rewriting = Rewriting(self.forward)
         for found in self.chosen:
             rewriting.replace(found.node, partial(_call, rewriting, found))
@@ -85,29 +88,43 @@ class ScaledLogits:
         return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
-        """Raise VerificationError unless a small layer computes the same of what is scaled before it."""
+        """Raise VerificationError unless a small layer computes the same."""
+        device, dtype = kind_of(module)
+        head = nn.Linear(8, 11, bias=False, device=device, dtype=dtype)
 
-        def fused(x: Tensor, weight: Tensor) -> Tensor:
-            return functional.linear(x * 0.125, weight)
+        def fused(x: Tensor) -> Tensor:
+            return scaled_logits(module, head, x, lambda: 0.125, False) + scaled_logits(
+                module, head, x, lambda: 4, True
+            )
 
-        def unfused(x: Tensor, weight: Tensor) -> Tensor:
-            return functional.linear(x, weight) * 0.125
+        def unfused(x: Tensor) -> Tensor:
+            return head(x) * 0.125 + head(x) / 4
 
-        check_function(fused, unfused, {"x": (7, 8), "weight": (11, 8)}, *kind_of(module))
+        check_function(fused, unfused, {"x": (7, 8)}, device, dtype)
 
 
 def _call(rewriting: Rewriting, found: _Found) -> ast.expr:
     head, x = rewriting.attribute(found.path), rewriting.visit(rewriting.copy_of(found.x))
-    divides = ast.Constant(isinstance(found.node.op, ast.Div))
-    return rewriting.call("scaled_logits_", head, x, rewriting.copy_of(found.node.right), divides)
+    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    factor = ast.Lambda(nothing, rewriting.copy_of(found.node.right))
+    return rewriting.call("scaled_logits_", head, x, factor, ast.Constant(isinstance(found.node.op, ast.Div)))
 
 
-def scaled_logits(module: nn.Module, head: Any, x: Any, factor: Any, divides: bool) -> Any:
-    """head(x) * factor, or head(x) / factor."""
-    is_exact = type(factor) in (float, int) and abs(math.frexp(factor)[0]) == 0.5
-    is_usable = is_exact and isinstance(x, Tensor) and not torch.compiler.is_compiling()
-    if is_usable and calls.is_plain_linear(head) and head.bias is None:
+def scaled_logits(module: nn.Module, head: Any, x: Any, factor: Callable[[], Any], divides: bool) -> Any:
+    """head(x) * factor(), or head(x) / factor()."""
+    if not torch.compiler.is_compiling() and _is_exact(head, x, scale := factor()):
         calls.count_fused(module)
-        return head(x if factor == 1 else x / factor if divides else x * factor)
+        return head(x if scale == 1 else x / scale if divides else x * scale)
     y = head(x)
-    return y / factor if divides else y * factor
+    return y / factor() if divides else y * factor()
+
+
+def _is_exact(head: Any, x: Any, factor: Any) -> bool:
+    """Whether head gives the same bits of what is scaled before it."""
+    if not calls.is_plain_linear(head) or head.bias is not None or type(factor) not in (float, int):
+        return False
+    fraction, exponent = math.frexp(factor)
+    is_power = abs(fraction) == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT
+    if not is_power or not (type(x) is Tensor or isinstance(x, FakeTensor)):
+        return False
+    return torch.float16 not in (x.dtype, head.weight.dtype, calls.autocast_dtype(x))

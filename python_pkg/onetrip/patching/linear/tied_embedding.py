@@ -124,7 +124,7 @@ def embedded(module: Any, ids: Any) -> Tensor:
 
 def scaled(y: Tensor, scale: Any) -> Tensor:
     """y * scale; y itself where that is a copy, as with BART's scale_embedding=False. y: nothing else reads it."""
-    return y if isinstance(scale, float) and scale == 1.0 else y * scale
+    return y if type(scale) in (float, int) and scale == 1 else y * scale
 
 
 def _is_fusable(module: Any, ids: Any) -> bool:
