@@ -1,6 +1,5 @@
 # make demo: fine-tune a real BERT, unpatched and patched, and compare.
-# make test: the tests that take minutes.   make test-slow: those marked slow and not exhaustive.
-# make test-ci: both.   make test-all: every test.
+# make test: the tests that take minutes.   make test-slow: those marked slow and not exhaustive.   make test-all: every test.
 # make docs: the documentation site, in build/site.
 # Each makes .venv itself from the pinned versions in constraints.txt; Python 3.11+, a C++ compiler and make are enough.
 
@@ -18,7 +17,7 @@ endif
 # The tests start hundreds of processes; each would compile all of onetrip again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-ci test-all bench docs lint format clean
+.PHONY: demo test test-slow test-all bench docs lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/finetune_mlm.py --output demo_output
@@ -31,9 +30,6 @@ test: $(VENV)/test.stamp
 
 test-slow: $(VENV)/test.stamp
 	$(PYTEST) -m 'slow and not exhaustive' --durations=40 $(PYTEST_ARGS)
-
-test-ci: $(VENV)/test.stamp
-	$(PYTEST) -m 'not exhaustive' --durations=40 $(PYTEST_ARGS)
 
 test-all: $(VENV)/test.stamp
 	$(PYTEST) $(PYTEST_ARGS)

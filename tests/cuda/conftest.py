@@ -21,10 +21,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         if "arch" not in parameters:
             continue
-        is_executed = item.path.name == "test_machine_code.py"
-        kept = RUN_ALWAYS.get(getattr(item.module, "FAMILY", ""), ()) if not is_executed else ()
-        if is_executed and parameters.get("dtype", "bf16") == "bf16":
-            kept = (90,)
+        if item.path.name == "test_machine_code.py":
+            kept = (90,) if parameters.get("dtype", "bf16") == "bf16" else ()
+        else:
+            kept = RUN_ALWAYS.get(getattr(item.module, "FAMILY", ""), ())
         if parameters["arch"] not in kept:
             item.add_marker(pytest.mark.exhaustive)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,27 +46,23 @@ class _Found(NamedTuple):
 
 def read_scaled_logits(forward: Forward) -> list[_Found]:
     """Results of children that the next statement, or the same one, multiplies by an attribute or a number."""
-    return list(_found(forward))
-
-
-def _found(forward: Forward) -> Iterator[_Found]:
+    found = []
     for place in places(forward.tree.body):
         match place.statement:
             case ast.Assign(value=ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=factor) as node):
-                if not isinstance(factor, ast.Constant) and not forward.child(factor):
-                    continue
                 value, statements = forward.value_of(left, place, place.position) or (left, ())
-                if (called := forward.called(value)) is not None:
-                    yield _Found(node, *called, statements)
+                called = forward.called(value)
+                if called is not None and (isinstance(factor, ast.Constant) or forward.child(factor)):
+                    found.append(_Found(node, *called, statements))
+    return found
 
 
 def choose_scaled_logits(module: nn.Module, found: list[_Found], excluded: Container[int]) -> tuple[_Found, ...]:
     """Those of linear layers without bias whose result is larger than what they read."""
-    return tuple(each for each in found if _is_chosen(linear_at(module, each.path, excluded)))
-
-
-def _is_chosen(dense: nn.Linear | None) -> bool:
-    return dense is not None and dense.bias is None and dense.out_features > dense.in_features
+    layers = ((each, linear_at(module, each.path, excluded)) for each in found)
+    return tuple(
+        each for each, head in layers if head is not None and head.bias is None and head.out_features > head.in_features
+    )
 
 
 @dataclass(frozen=True)
