@@ -276,8 +276,8 @@ def _wants(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
 
 def _autocast(hidden: Tensor) -> Tensor:
     """Cast as autocast casts the operands of torch.nn.functional.linear. Of weight and bias Linear.of makes a cast."""
-    dtype = None if hidden.dtype == torch.float64 else autocast_dtype(hidden)
-    return hidden if dtype is None else hidden.to(dtype)
+    dtype = autocast_dtype(hidden)
+    return hidden if dtype is None or hidden.dtype == torch.float64 else hidden.to(dtype)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

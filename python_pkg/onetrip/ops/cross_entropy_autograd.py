@@ -114,11 +114,10 @@ class LinearReduced(torch.autograd.Function):
         others, is_mean = call
         linear_call = Linear.of(hidden, weight, bias, *others)
         ctx.call = others[1:], is_mean
-        ctx.dtypes = linear.dtypes_of(weight, bias)
         ctx.keeps_dlogits = linear.keeps_dlogits(linear_call)
         if ctx.keeps_dlogits:
             loss, dlogits = linear.total_and_dlogits(linear_call, is_mean)
-            ctx.save_for_backward(hidden, weight, dlogits)
+            ctx.save_for_backward(hidden, weight, bias, dlogits)
             return loss
         loss, ctx.gradients, ctx.factors = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
         ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
@@ -129,8 +128,9 @@ class LinearReduced(torch.autograd.Function):
         refuse_double_backward("cross_entropy")
         (dloss,), (others, is_mean) = grads, ctx.call
         if ctx.keeps_dlogits:
-            hidden, weight, dlogits = ctx.saved_tensors
-            ctx.gradients = linear.products(dlogits, hidden, weight, ctx.dtypes, ctx.needs_input_grad[:3])
+            hidden, weight, bias, dlogits = ctx.saved_tensors
+            dtypes = linear.dtypes_of(weight, bias)
+            ctx.gradients = linear.products(dlogits, hidden, weight, dtypes, ctx.needs_input_grad[:3])
             ctx.factors = torch.ones(2, dtype=dloss.dtype)
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None

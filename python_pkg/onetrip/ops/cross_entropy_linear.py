@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
 
 from ..reference import accumulator_dtype
 from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan, RowStatistics, values
@@ -195,6 +196,8 @@ class Linear(NamedTuple):
 
 
 def _logits(call: Linear, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        return linear(hidden, call.weight, call.bias)
     if call.bias is None:
         return torch.mm(hidden, call.weight.t(), out=out)
     return torch.addmm(call.bias, hidden, call.weight.t(), out=out)
@@ -430,9 +433,10 @@ def multiplied(gradients: Gradients, dloss: Tensor, factors: Tensor) -> Gradient
 
 def by_row(call: Linear, wants_entropy: bool, sign: float = 1.0) -> tuple[Tensor, Tensor | None]:
     """(sign, 1 or -1, times the [n_rows] losses, entropies where wanted), float32 (float64); 0 in ignored rows."""
-    if call.n_kept == call.labels.numel() and 0 < call.n_kept <= call.rows_at_once():
-        found = call.rows.forward(_logits(call, call.hidden), call.labels, call.plan, wants_entropy)
-        return found.loss if sign == 1.0 else found.loss.neg_(), found.entropy
+    is_one_chunk = call.n_kept == call.labels.numel() and 0 < call.n_kept <= call.rows_at_once()
+    if is_one_chunk and call.backend == "cpu" and call.part is None:
+        loss, entropy = cross_entropy_native.losses(_logits(call, call.hidden), call.labels, call.plan, wants_entropy)
+        return loss if sign == 1.0 else loss.neg_(), entropy
     kept = _Kept(call)
     loss = call.hidden.new_zeros(call.labels.shape, dtype=accumulator_dtype(call.hidden.dtype))
     entropy = torch.zeros_like(loss) if wants_entropy else None

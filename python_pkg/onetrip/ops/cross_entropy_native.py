@@ -56,12 +56,19 @@ def add_to_sums(nearest: Tensor, rest: Tensor, terms: Tensor, is_first: bool) ->
 
 def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool = False) -> RowStatistics:
     """reference.cross_entropy.forward by the native library, for logits of last stride 1 and contiguous labels."""
-    n_rows = logits.shape[0]
-    loss = torch.empty(n_rows, dtype=torch.float32)
-    stats = torch.empty((n_rows, 2), dtype=torch.float32)
+    stats = torch.empty((logits.shape[0], 2), dtype=torch.float32)
+    loss, entropy = losses(logits, labels, plan, wants_entropy, stats)
+    return RowStatistics(loss, stats, entropy)
+
+
+def losses(
+    logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool, stats: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(losses, entropies where wanted) of forward; stats: to be written."""
+    loss = torch.empty(logits.shape[0], dtype=torch.float32)
     entropy = torch.empty_like(loss) if wants_entropy else None
     _launch(logits, plan, labels, loss, stats, 0, entropy, None, 0, None, None, None, 1)
-    return RowStatistics(loss, stats, entropy)
+    return loss, entropy
 
 
 def backward(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> Tensor:

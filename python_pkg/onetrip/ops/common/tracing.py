@@ -19,7 +19,8 @@ _watched_as: ContextVar[str | None] = ContextVar("onetrip_watched_as", default=N
 
 def is_autocasting(x: Tensor) -> bool:
     """Whether autocast is enabled for x's device. torch has none of meta, and raises when asked."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    device_type = "cpu" if x.is_cpu else x.device.type  # is_cpu is read in a fifth of the time
+    return not x.is_meta and torch.is_autocast_enabled(device_type)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
