@@ -156,7 +156,23 @@ class BackToDtype(Rotary):
         return attend(q, k)
 
 
-FUSED = [Llama, PositionsFirst, NeoX, Cohere, Glm, Vision, Packed, BackToDtype]
+class Phi(Rotary):
+    """The first columns of each head, sliced off in the forward."""
+
+    n_columns = HEAD_DIM // 2
+    n_rotated = HEAD_DIM // 2
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        attend = INTERFACE["pair"]
+        q_part, q_rest = q[..., : self.n_rotated], q[..., self.n_rotated :]
+        k_part, k_rest = k[..., : self.n_rotated], k[..., self.n_rotated :]
+        q_part, k_part = llama(q_part, k_part, cos, sin)
+        q = torch.cat((q_part, q_rest), dim=-1)
+        k = torch.cat((k_part, k_rest), dim=-1)
+        return attend(q, k)
+
+
+FUSED = [Llama, PositionsFirst, NeoX, Cohere, Glm, Vision, Packed, BackToDtype, Phi]
 
 
 def outcome(model: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:

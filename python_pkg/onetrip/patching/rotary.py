@@ -2,6 +2,8 @@
 
     q, k = apply_rotary(q, k, cos, sin)     ->      q, k = rotated_0_(self, apply_rotary, q, k, cos, sin)
 
+A forward may also slice off the first columns of each head, rotate them and concatenate them with the rest (Phi). One
+operator replaces these statements.
 The function is one of the forward's module, without side effects by its source, and recognised by what it computes.
 Everything else of the forward stays as it was written.
 """
@@ -10,8 +12,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -23,11 +26,11 @@ from .. import ops
 from ..ops.common.backends import KERNEL_DTYPES, use_backend
 from . import calls
 from .attention.interface import interface_of, is_of_transformers
-from .attention.reads import caches_beside_products
+from .attention.reads import caches_beside_products, nodes_after
 from .classes import Rewrite
-from .forward import Forward, places
+from .forward import Forward, Place, places
 from .rewriting import Rewriting
-from .source import is_pure, resolve
+from .source import Inliner, calls_in, first_match, is_pure, is_same, resolve
 from .verify import check_function, kind_of, undisturbed
 
 PATTERN = "rotary"
@@ -54,6 +57,8 @@ def _transposed(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
+_N_COLUMNS = 8  # rotated on probe inputs
+
 LAYOUTS = (
     Layout(4, 3, _same, _same),
     Layout(4, 2, _same, _same),
@@ -69,7 +74,7 @@ class Table(NamedTuple):
     is_interleaved: bool
     to_operator: _Map
     n_columns: int
-    """Columns of cos for 8 rotated columns."""
+    """Columns of cos for _N_COLUMNS rotated columns."""
 
 
 TABLES = (
@@ -96,6 +101,10 @@ class Rotation:
     keeps_dtype: bool
     """Whether the results have q's dtype where cos has a wider one."""
 
+    def n_rotated(self, cos: Tensor) -> int:
+        """Columns of q and k that these tables rotate."""
+        return cos.shape[-1] * _N_COLUMNS // self.table.n_columns
+
     def layout(self, q: Any, k: Any, cos: Any, sin: Any) -> Layout | None:
         """The layout of the arguments; None if the operator does not take them."""
         if not all(isinstance(each, Tensor) and each.dtype in KERNEL_DTYPES for each in (q, k, cos, sin)):
@@ -107,7 +116,7 @@ class Rotation:
         for layout in self.layouts:
             if (layout.n_dims, layout.n_table_dims) == (q.dim(), cos.dim()):
                 (batch, _, positions, head_dim), n_heads = layout.to_operator(q).shape, layout.to_operator(k).shape[1]
-                d = cos.shape[-1] * 8 // self.table.n_columns
+                d = self.n_rotated(cos)
                 if (
                     layout.to_operator(k).shape == (batch, n_heads, positions, head_dim)
                     and cos.shape[:-1] in ((positions,), (batch, positions), (1, positions))
@@ -150,18 +159,23 @@ class Rotated:
         module: nn.Module,
         function: Any,
         cache: Any,
+        n_sliced: Any,
         q: Any,
         k: Any,
         cos: Any,
         sin: Any,
+        /,
         *args: Any,
         **options: Any,
     ) -> Any:
+        """n_sliced: columns of q and k that the function is given; None for all."""
         layout = self.rotation.layout(q, k, cos, sin) if function is self.rotation.function else None
-        if layout is not None:
+        if layout is not None and n_sliced in (None, self.rotation.n_rotated(cos)):
             calls.count_fused(module)
             return self.rotation.fused(layout, q, k, cos, sin, self.for_attention and self._casts(module, cache))
         calls.count_fallback(module)
+        if n_sliced is not None:
+            return _in_part(function, n_sliced, q, k, cos, sin)
         return function(q, k, cos, sin, *args, **options)
 
     def _casts(self, module: nn.Module, cache: Any) -> bool:
@@ -175,6 +189,23 @@ class Rotated:
         return function is None or is_of_transformers(function)  # None: the forward's own
 
 
+def _in_part(function: Any, n: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The function of the first n columns of each head, beside the others as they are."""
+    q_rotated, k_rotated = function(q[..., :n], k[..., :n], cos, sin)
+    return torch.cat((q_rotated, q[..., n:]), dim=-1), torch.cat((k_rotated, k[..., n:]), dim=-1)
+
+
+class Part(NamedTuple):
+    """A rotation of a part of q and k, with the statements around it: see _in_part."""
+
+    q: str
+    k: str
+    n_sliced: ast.expr
+    rotation: ast.Assign
+    around: tuple[ast.stmt, ...]
+    """Slices before it, concatenations after it."""
+
+
 class FoundRotation(NamedTuple):
     """The call of a rotation in a forward."""
 
@@ -184,6 +215,7 @@ class FoundRotation(NamedTuple):
     """The function of q, k, cos and sin, with the call's further arguments."""
     caches: set[str] | None
     """The caches that read the results beside attention; None where something else reads them."""
+    part: Part | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,19 +230,27 @@ class Rotations:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward with its rotations fused."""
         rewriting = Rewriting(self.forward)
-        for index, (call, rotation, _, caches) in enumerate(self.found):
+        for index, (call, rotation, _, caches, part) in enumerate(self.found):
             is_for_attention = caches is not None and len(caches) < 2
             rotated = Rotated(rotation, is_for_attention, interface_of(self.forward))
             rewriting.constants[f"rotated_{index}_"] = rotated
-            rewriting.put_call(call, f"rotated_{index}_", *(caches if is_for_attention and caches else {"None"}))
+            cache = next(iter(caches), "None") if is_for_attention and caches else "None"
+            if part is not None:
+                wholes: list[ast.expr] = [ast.Name(part.q), ast.Name(part.k)]
+                rewriting.copy_of(part.rotation).targets = [ast.Tuple(wholes)]
+                rewriting.copy_of(call).args[:2] = wholes
+                rewriting.remove(*part.around)
+            n_sliced = "None" if part is None else ast.unparse(part.n_sliced)
+            rewriting.put_call(call, f"rotated_{index}_", cache, n_sliced)
         return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each rotation, fused, computes what the function does."""
         device, dtype = kind_of(module)
-        for _, rotation, called, _ in self.found:
-            for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
-                q, k, *tables = _inputs(layout, rotation.table, 8)
+        for _, rotation, called, *_ in self.found:
+            head_dims = [_N_COLUMNS, _N_COLUMNS + 4] if rotation.takes_part else [_N_COLUMNS]
+            for layout, table_dtype, head_dim in product(rotation.layouts, {dtype, torch.float32}, head_dims):
+                q, k, *tables = _inputs(layout, rotation.table, head_dim)
                 tables = [table.to(device, table_dtype) for table in tables]
                 fused = partial(_with_tables, partial(rotation.fused, layout), tables)
                 unfused, mode = partial(_with_tables, called, tables), f" of {rotation.function.__name__}"
@@ -235,17 +275,65 @@ def read_rotations(forward: Forward) -> Rotations | None:
                         called = partial(_called_with, called, [each.value for each in more], options)  # type: ignore[attr-defined]
                     rotation = recognise_rotation(resolved, called)
                     if rotation is not None:
-                        found.append(FoundRotation(node, rotation, called, _caches(forward, node)))
+                        found.append(_found(forward, node, rotation, called))
     return Rotations(forward, tuple(found)) if found else None
 
 
-def _caches(forward: Forward, call: ast.Call) -> set[str] | None:
-    """The caches that read the results; None unless these have names, and attention and caches alone read them."""
+def _found(forward: Forward, call: ast.Call, rotation: Rotation, called: Callable[..., Any]) -> FoundRotation:
+    caches, part = None, None
     assigned = [each for each in places(forward.tree.body) if getattr(each.statement, "value", None) is call]
     match [(each.statement, each.in_loop) for each in assigned]:
         case [(ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])]) as statement, False)]:
-            return caches_beside_products(forward, statement, q, k)
-    return None
+            caches, part = caches_beside_products(forward, statement, q, k), _part(forward, assigned[0])
+    if part is not None:
+        rotation, called = replace(rotation, takes_part=True), partial(_in_part, called, _N_COLUMNS)
+    return FoundRotation(call, rotation, called, caches, part)
+
+
+_SLICES = ("(X[..., :N], X[..., N:])",)
+_JOINED = ("cat((X, Y), dim=-1)", "cat([X, Y], dim=-1)")
+
+
+def _part(forward: Forward, place: Place) -> Part | None:
+    """The rotation at a place, if it is one of a part, and nothing else reads the parts."""
+    match place.statement:
+        case (
+            ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])],
+                value=ast.Call(args=[ast.Name(id=q_given), ast.Name(id=k_given), _, _], keywords=[]),
+            ) as rotation
+        ) if (q, k) == (q_given, k_given):
+            around = (*place.block[max(place.position - 2, 0) : place.position], *place.following[:2])
+        case _:
+            return None
+    inliner = Inliner(forward.globals, {})
+    sliced: dict[str, tuple[str, str, ast.expr]] = {}
+    joined: dict[str, tuple[str, str]] = {}
+    for statement in around:
+        match statement:
+            case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=part), ast.Name(id=rest)])], value=value):
+                form = first_match(_SLICES, value)
+                if form is not None and isinstance(form[1]["X"], ast.Name) and not calls_in(form[1]["N"]):
+                    sliced[part] = rest, form[1]["X"].id, form[1]["N"]
+            case ast.Assign(targets=[ast.Name(id=whole)], value=value):
+                form = first_match(_JOINED, inliner.inline(value))
+                if form is not None and all(isinstance(each, ast.Name) for each in form[1].values()):
+                    joined[form[1]["X"].id] = form[1]["Y"].id, whole  # type: ignore[attr-defined]
+    if not sliced.keys() == joined.keys() == {q, k} or any(sliced[name][:2] != joined[name] for name in (q, k)):
+        return None
+    (q_rest, q_whole, n), (k_rest, k_whole, other_n) = sliced[q], sliced[k]
+    names = Counter(node.id for node in ast.walk(forward.tree) if isinstance(node, ast.Name))
+    are_here_alone = (names[q], names[k], names[q_rest], names[k_rest]) == (4, 4, 2, 2)
+    if not are_here_alone or not is_same(n, other_n):
+        return None
+    for node in nodes_after(forward.tree, around[-1]):
+        match node:  # a concatenation is contiguous; the operator keeps the strides of q and k
+            case ast.Attribute(value=ast.Name(id=name), attr="view" | "stride" | "is_contiguous") if name in (
+                q_whole,
+                k_whole,
+            ):
+                return None
+    return Part(q_whole, k_whole, n, rotation, around)
 
 
 def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:
@@ -256,11 +344,11 @@ def recognise_rotation(function: Any, called: Callable[..., Any]) -> Rotation | 
     """What a function computes, by probing; None for anything else. called: it, as a function of q, k, cos and sin."""
     if not inspect.isfunction(function) or len(inspect.signature(function).parameters) < 4 or not is_pure(function):
         return None
-    layouts, table = _accepted(called, 8)
+    layouts, table = _accepted(called, _N_COLUMNS)
     if table is None:
         return None
-    takes_part = all(layout in _accepted(called, 12)[0] for layout in layouts)
-    q, k, cos, sin = (x.bfloat16() for x in _inputs(layouts[0], table, 8))
+    takes_part = all(layout in _accepted(called, _N_COLUMNS + 4)[0] for layout in layouts)
+    q, k, cos, sin = (x.bfloat16() for x in _inputs(layouts[0], table, _N_COLUMNS))
     rounded, mixed = _pair(called, q, k, cos, sin), _pair(called, q, k, cos.float(), sin.float())
     if rounded is None or mixed is None or rounded[0].dtype != torch.bfloat16:
         return None
@@ -305,7 +393,7 @@ def _pair(called: Any, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _inputs(layout: Layout, table: Table, head_dim: int) -> list[Tensor]:
-    """q, k, cos and sin for 8 rotated columns, every size another one."""
+    """q, k, cos and sin for _N_COLUMNS rotated columns, every size another one."""
     batch = 1 if layout.n_dims == 3 else 2
     generator = torch.Generator().manual_seed(0)
     heads = [layout.back(torch.randn(batch, n, 5, head_dim, generator=generator, device="cpu")) for n in (4, 3)]

@@ -208,5 +208,5 @@ def test_under_autocast_half_scores_give_half_weights_where_products_alone_read_
 
 
 def test_weights_of_half_scores_are_not_widened() -> None:
-    assert region_softmax(SCORES.bfloat16(), MASK, SCORES).dtype == torch.bfloat16
-    assert region_softmax(SCORES, MASK, SCORES.bfloat16()).dtype == torch.bfloat16
+    assert region_softmax(SCORES.bfloat16(), (MASK,), SCORES).dtype == torch.bfloat16
+    assert region_softmax(SCORES, (MASK,), SCORES.bfloat16()).dtype == torch.bfloat16

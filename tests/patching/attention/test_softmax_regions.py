@@ -177,7 +177,7 @@ def mask() -> Tensor:
 def test_scale_and_mask_go_into_the_call() -> None:
     (region,) = (found for _, _, found in read_softmax_regions(Attention).found)  # type: ignore[union-attr]
     assert region.scale == "1.0 / (math.sqrt(self.size))"
-    assert region.mask == "attention_mask if attention_mask is not None else None"
+    assert region.masks == ("attention_mask if attention_mask is not None else None",)
     assert len(region.statements.splitlines()) == 5
 
 
@@ -208,7 +208,7 @@ def test_probabilities_read_before_dropout_are_fused_only_without_it(scores: Ten
 
 def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor) -> None:
     (region,) = (found for _, _, found in read_softmax_regions(ScoresReadLater).found)  # type: ignore[union-attr]
-    assert region.mask == "None"
+    assert region.masks == ()
     module = ScoresReadLater(0.0)
     assert patch_model(module, patterns=[PATTERN]).patched
     torch.testing.assert_close(module(scores, mask), ScoresReadLater(0.0)(scores, mask))
@@ -356,7 +356,7 @@ def test_what_does_not_fit_runs_as_it_was_written(kind: str, scores: Tensor, mas
 
 
 def test_a_region_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax_regions, "region_softmax", lambda scores, mask, **_: torch.softmax(scores, dim=-1))
+    monkeypatch.setattr(softmax_regions, "region_softmax", lambda scores, masks, **_: torch.softmax(scores, dim=-1))
     report = patch_model(Attention(), patterns=[PATTERN])
     assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
 

@@ -1,7 +1,7 @@
 """Softmax regions: the statements up to a dropped-out softmax, in a forward that asks no attention interface.
 
     scores = scores / math.sqrt(width)          (or * scale; optional)
-    scores = scores + mask                      (optional, or under an if)
+    scores = scores + mask                      (optional, repeated, in place (+=), or under an if)
     weights = softmax(scores, dim=-1)
     weights = dropout(weights)
 
@@ -15,10 +15,10 @@ import ast
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from inspect import getattr_static
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ SOFTMAXES = (
 DROPOUTS = ("self.CHILD(X)", "dropout(X, p=P, training=self.training)")
 SCALES = {"X / S": "1.0 / ({})", "X * S": "{}"}
 MASKS = ("X + M",)
+_SAFE = {"dtype", "shape", "size"}  # of the scores, to be read by a mask
 _VIEWS_AND_CASTS = {"to", "type", "unsqueeze", "view", "expand", "size"}
 
 
@@ -68,7 +69,8 @@ class Region:
     """The tensor whose dtype the result is cast to; "scores_" for the scores, "None" for no cast."""
     for_products: bool
     """Whether the result is read by matrix products alone, or returned beside what they give."""
-    mask: str
+    masks: tuple[str, ...]
+    """What is added to the scaled scores; an expression may be None when it runs."""
     scale: str
     child: str
     """The name of the dropout module; empty for functional.dropout and for none."""
@@ -102,7 +104,7 @@ class SoftmaxRegions:
         scores, bias = (2, 4, 3, 5), (1, 4, 3, 5)
         padding = torch.zeros(2, 1, 1, 5, device=device)
         padding[1, ..., 3:] = torch.finfo(torch.float32).min
-        has_mask = any(region.mask != "None" for _, _, region in self.found)
+        has_mask = any(region.masks for _, _, region in self.found)
         with MaskedDropout():
             for p in (0.0, 0.25):
                 mode = " with dropout" if p else ""
@@ -110,18 +112,23 @@ class SoftmaxRegions:
                 check_function(fused, unfused, {"scores": scores}, device, dtype, mode)
                 if has_mask:
                     check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, f"{mode} with bias")
-                    fused, unfused = partial(fused, mask=padding), partial(unfused, mask=padding)
+                    fused, unfused = partial(fused, padding=padding), partial(unfused, padding=padding)
                     check_function(fused, unfused, {"scores": scores}, device, dtype, f"{mode} with padding")
+                    if any(len(region.masks) > 1 for _, _, region in self.found):
+                        mode += " with bias and padding"
+                        check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, mode)
 
 
-def _fused(p: float, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    mask = None if mask is None else _saturated(mask, scores)
-    return region_softmax(scores, mask, None, scale=0.5, dropout_p=p, rng=RNG)
+def _fused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+    masks = tuple(_saturated(each, scores) for each in (mask, padding) if each is not None)
+    return region_softmax(scores, masks, None, scale=0.5, dropout_p=p, rng=RNG)
 
 
-def _unfused(p: float, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    scores = 0.5 * scores if mask is None else 0.5 * scores + _saturated(mask, scores)
-    return functional.dropout(functional.softmax(scores, dim=-1), p)
+def _unfused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+    added = 0.5 * scores
+    for each in (mask, padding):
+        added = added if each is None else added + _saturated(each, scores)
+    return functional.dropout(functional.softmax(added, dim=-1), p)
 
 
 def _saturated(mask: Tensor, scores: Tensor) -> Tensor:
@@ -239,13 +246,17 @@ def _region(
     form = first_match(("X.to(T.dtype)",), cast[1]) if cast is not None and cast[0] == weights else None
     if form is not None and inner[0] == SOFTMAXES[0] and ast.unparse(form[1]["X"]) == weights:
         inner, last = (inner[0], form[1] | inner[1]), index + 1
-    mask, scale, start = "None", "1.0", index
+    masks, scale, start = [], "1.0", index
     if (added := first_match(MASKS, scores)) is not None and _is_pure(added[1]["M"]):
-        scores, mask = added[1]["X"], ast.unparse(added[1]["M"])
+        scores, masks = added[1]["X"], [ast.unparse(added[1]["M"])]
     elif isinstance(scores, ast.Name) and (scores.id == weights or not _is_read_after(tree, scores.id, block[index])):
-        if start and (masked := _mask(block[start - 1], scores.id, inliner)) is not None:
-            mask, start = masked, start - 1
-        if start and (scaled := _scale(block[start - 1], scores.id, inliner)) is not None:
+        found: list[_Mask] = []
+        while start and (mask := _mask(block[start - 1], scores.id, inliner)) is not None:
+            found, start = [mask, *found], start - 1
+        scaled = _scale(block[start - 1], scores.id, inliner) if start else None
+        n_before = _masks_before(found, scaled is not None)
+        masks, start = [each.source for each in found[n_before:]], start + n_before
+        if scaled is not None and not n_before:
             scale, start = scaled, start - 1
 
     like = ast.unparse(inner[1]["T"]) if "T" in inner[1] else "None"
@@ -258,7 +269,7 @@ def _region(
             undropped = weights
         child = ast.unparse(outer[1]["CHILD"]) if "CHILD" in outer[1] else ""
         p = f"self.{child}.p" if child else ast.unparse(outer[1]["P"])
-    elif mask == "None":
+    elif not masks:
         return None
     names = [result, undropped] if undropped else [result]
     return Region(
@@ -270,7 +281,7 @@ def _region(
         scores=ast.unparse(scores),
         like="scores_" if like == ast.unparse(scores) else like,
         for_products=caches_beside_products(forward, block[stop - 1], *names, may_be_returned=may_be_returned) == set(),
-        mask=mask,
+        masks=tuple(masks),
         scale=scale,
         child=child,
         p=p,
@@ -284,17 +295,56 @@ def _is_read_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> boo
     )
 
 
-def _mask(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
-    """The expression that the statement adds to the scores; None if it does something else."""
-    condition = ""
+class _Mask(NamedTuple):
+    """What a statement adds to the scores."""
+
+    source: str
+    is_in_place: bool
+    reads_dtype: bool
+    """Of the scores."""
+
+
+def _mask(statement: ast.stmt, scores: str, inliner: Inliner) -> _Mask | None:
+    """None if the statement does something else. The expression may be evaluated before earlier masks are added."""
+    test: ast.expr | None = None
     match statement:
         case ast.If(test=test, body=[only], orelse=[]) if not calls_in(test):
-            condition, statement = f" if {ast.unparse(inliner.inline(test))} else None", only
-    added = _assignment(statement, inliner)
-    found = first_match(MASKS, added[1]) if added is not None and added[0] == scores else None
-    if found is None or ast.unparse(found[1]["X"]) != scores:
+            statement = only
+    match statement:
+        case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=mask):
+            mask, is_in_place = inliner.inline(mask), True
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if found := first_match(MASKS, inliner.inline(value)):
+            mask, is_in_place = found[1]["M"], False
+            if ast.unparse(found[1]["X"]) != scores:
+                return None
+        case _:
+            return None
+    nodes = [node for part in (mask, test) if part is not None for node in ast.walk(part)]
+    read = [n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_name(n.value, scores) and n.attr in _SAFE]
+    if name != scores or not _is_pure(mask) or sum(_is_name(node, scores) for node in nodes) > len(read):
         return None
-    return f"{ast.unparse(found[1]['M'])}{condition}" if _is_pure(found[1]["M"]) else None
+    if is_in_place:
+        mask = ast.Call(ast.Name("in_dtype_of_"), [ast.Name("scores_"), mask], [])
+    if test is not None:
+        mask = ast.IfExp(inliner.inline(test), mask, ast.Constant(None))
+    return _Mask(ast.unparse(mask), is_in_place, "dtype" in read)
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _masks_before(masks: list[_Mask], has_scale: bool) -> int:
+    """How many of the first masks stay statements. Scores that are added to in place must be new, or other names would
+    see it: a scale makes them. An addition that is not in place may give them another dtype."""
+    n = 0
+    for i, mask in enumerate(masks):
+        may_have_other_dtype = not all(each.is_in_place for each in masks[n:i])
+        if mask.is_in_place and (may_have_other_dtype or not has_scale):
+            n = i + 1
+        elif mask.reads_dtype and may_have_other_dtype:
+            n = i
+    return n
 
 
 def _is_pure(expression: ast.expr) -> bool:
@@ -319,7 +369,7 @@ def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
 
 def _source(region: Region, fallback: str) -> str:
     """The fused call if its tensors fit; else the fallback."""
-    tests = [f"fits_region_(scores_, mask_, scale_, like_, {region.for_products})"]
+    tests = [f"fits_region_(scores_, masks_, scale_, like_, {region.for_products})"]
     training = "self.training"
     if region.child:
         tests.append(f"is_plain_(self.{region.child}, Dropout_) and not self.{region.child}.inplace")
@@ -331,26 +381,68 @@ def _source(region: Region, fallback: str) -> str:
         result += f" = {region.undropped}"
     return f"""\
 scores_ = {region.scores}
-mask_ = {region.mask}
+masks_ = ({"".join(f"{mask}, " for mask in region.masks)})
 scale_ = {region.scale}
 like_ = {region.like}
 if {" and ".join(tests)}:
     count_fused_(self)
-    {result} = region_softmax_(scores_, mask_, like_, scale=scale_, dropout_p={p})
+    {result} = region_softmax_(scores_, masks_, like_, scale=scale_, dropout_p={p})
 else:
     count_fallback_(self)
 {indented(fallback)}"""
 
 
-def region_softmax(scores: Tensor, mask: Tensor | None, like: Tensor | None, **options: Any) -> Tensor:
-    """ops.softmax, with the mask saturated as an addition in the scores' dtype would, in like's dtype or in that of
+Masks = tuple[Tensor | None, ...]
+
+
+def in_dtype_of(scores: Tensor, mask: Any) -> Any:
+    """The mask as an addition in place reads it."""
+    return mask.to(scores.dtype) if isinstance(mask, Tensor) else mask
+
+
+class _Biased(torch.autograd.Function):
+    """Scores, whose gradient those of the biases are sums of: forward leaves it to the softmax to add these."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scores: Tensor, scale: float, *biases: Tensor) -> Tensor:
+        return scores.view_as(scores)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.scale, *biases = inputs
+        ctx.biases = [(bias.shape, bias.dtype) for bias in biases]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        sums = ((gradient.sum_to_size(shape) / ctx.scale).to(dtype) for shape, dtype in ctx.biases)
+        return (
+            gradient,
+            None,
+            *(each if needed else None for each, needed in zip(sums, ctx.needs_input_grad[2:], strict=True)),
+        )
+
+
+def region_softmax(scores: Tensor, masks: Masks, like: Tensor | None, *, scale: float = 1.0, **options: Any) -> Tensor:
+    """ops.softmax, with masks saturated as an addition in the scores' dtype would, in like's dtype or in that of
     half-precision scores."""
-    weights = softmax(scores, saturated_mask(mask, scores), **options)
+    there = [mask for mask in masks if mask is not None]
+    if len(there) > 1 and scores.dtype == torch.float32:
+        there = [mask.float() for mask in there]
+    # One that is summed in broadcasting has its gradient from the softmax, which writes it in float32.
+    if torch.is_grad_enabled() and (len(there) > 1 or [mask.shape for mask in there] == [scores.shape]):
+        learned = [mask for mask in there if mask.requires_grad]
+        if learned:
+            scores, there = _Biased.apply(scores, scale, *learned), [mask.detach() for mask in there]
+    saturated: Any = [saturated_mask(mask, scores) for mask in there]
+    weights = softmax(scores, reduce(torch.add, saturated) if saturated else None, scale=scale, **options)
     return weights if like is None or weights.dtype in HALF else weights.to(like.dtype)
 
 
 def fits_region(
-    scores: Tensor, mask: Tensor | None, scale: object, like: Tensor | None, for_products: bool = False
+    scores: Tensor, masks: tuple[Any, ...], scale: object, like: Tensor | None, for_products: bool = False
 ) -> bool:
     """Whether the fused call equals the statements: dtypes, shapes, and a number as scale.
 
@@ -360,28 +452,32 @@ def fits_region(
     dtype = scores.dtype if like is None else like.dtype
     if scores.dtype not in KERNEL_DTYPES or dtype not in KERNEL_DTYPES or not isinstance(scale, (int, float)):
         return False
-    if calls.is_distributed(scores):
+    if calls.is_distributed(scores) or not all(mask is None or _fits_mask(scores, mask) for mask in masks):
         return False
-    if mask is not None:
-        if mask.dtype not in KERNEL_DTYPES or calls.is_distributed(mask) or mask.dim() > scores.dim():
-            return False
-        if torch.float32 not in (mask.dtype, scores.dtype) and mask.dtype != scores.dtype:
-            return False
-        if not all(a in (1, b) for a, b in zip(mask.shape[::-1], scores.shape[::-1], strict=False)):
-            return False
     if scores.dtype == torch.float32:
         return True
     half = calls.autocast_dtype(scores)
     casts_in_cuda_autocast = like is None and scores.is_cuda and half is not None
-    is_added_in_float32 = (like is None or like is scores) and mask is not None and mask.dtype == torch.float32
+    has_float32 = any(mask is not None and mask.dtype == torch.float32 for mask in masks)
+    is_added_in_float32 = (like is None or like is scores) and has_float32
     if dtype == torch.float32 or casts_in_cuda_autocast or is_added_in_float32:
         return for_products and scores.dtype == half
     return dtype == scores.dtype
 
 
+def _fits_mask(scores: Tensor, mask: Any) -> bool:
+    if not isinstance(mask, Tensor) or mask.dtype not in KERNEL_DTYPES or calls.is_distributed(mask):
+        return False
+    if torch.float32 not in (mask.dtype, scores.dtype) and mask.dtype != scores.dtype:
+        return False
+    is_broadcast = all(a in (1, b) for a, b in zip(mask.shape[::-1], scores.shape[::-1], strict=False))
+    return is_broadcast and mask.dim() <= scores.dim()
+
+
 NAMES: dict[str, Any] = {
     "fits_region_": fits_region,
     "region_softmax_": region_softmax,
+    "in_dtype_of_": in_dtype_of,
     "count_fused_": calls.count_fused,
     "count_fallback_": calls.count_fallback,
     "is_plain_": calls.is_plain,
