@@ -140,7 +140,7 @@ def test_a_bias_learns_where_scores_do_not(scores: Tensor, mask: Tensor) -> None
 
 
 def test_masks_are_added_as_float32_scores_would_be(scores: Tensor) -> None:
-    bias, mask = (torch.linspace(-20.0, x, 5).bfloat16() for x in (20.0, -3.3))
+    bias, mask = (torch.linspace(x, x + 1.0, 5).bfloat16() for x in (100.0, 0.1))
     expected = torch.softmax(scores + bias + mask, dim=-1)
     torch.testing.assert_close(softmax_regions.region_softmax(scores, (bias, None, mask), None), expected)
 
