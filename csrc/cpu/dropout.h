@@ -55,7 +55,7 @@ ONETRIP_INLINE L join_low(L a, L b) {
 
 // 16 bytes for each group: word j of group i from lane i of w[j].
 ONETRIP_INLINE void store_groups(uint16_t* to, const L w[4]) {
-  constexpr int kHalf = kLongWidth / 2 * kPhiloxElements;
+  [[maybe_unused]] constexpr int kHalf = kLongWidth / 2 * kPhiloxElements;
   const L first = join_low(w[0], w[1]), second = join_low(w[2], w[3]);
 #if defined(__AVX512F__)
   const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0), high = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);

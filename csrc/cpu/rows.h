@@ -134,7 +134,22 @@ inline int64_t thread_count() {
 #endif
 }
 
-// Runs task(i, buffer) for i in [0, n_tasks), on all threads where that is worth it. Returns 0 or ENOMEM.
+inline int64_t thread_number() {
+#if defined(_OPENMP)
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// The next task of a part of all tasks, and the end of the part; in a cache line of its own.
+struct alignas(64) Tasks {
+  int64_t next, end;
+};
+
+// Runs task(i, buffer) for i in [0, n_tasks), on all threads where that is worth it. Returns 0 or ENOMEM. A thread
+// takes the same part of the tasks in each call, whose rows its cache may hold, then what the others have left of
+// theirs.
 template <class Task>
 int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task task) {
   int error = 0;
@@ -148,8 +163,15 @@ int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task t
   if (n_tasks == 1 || n_elements < kSerialElements) {
     for (int64_t i = 0; i < n_tasks; ++i) error |= run(i);
   } else {
-#pragma omp parallel for schedule(dynamic) reduction(| : error)
-    for (int64_t i = 0; i < n_tasks; ++i) error |= run(i);
+    constexpr int64_t kMostParts = 64;
+    Tasks parts[kMostParts];
+    const int64_t n_parts = smaller(thread_count(), kMostParts);
+    for (int64_t p = 0; p < n_parts; ++p) parts[p] = {p * n_tasks / n_parts, (p + 1) * n_tasks / n_parts};
+#pragma omp parallel reduction(| : error)
+    for (int64_t p = 0, own = thread_number(); p < n_parts; ++p) {
+      Tasks& part = parts[(own + p) % n_parts];
+      for (int64_t i; (i = __atomic_fetch_add(&part.next, 1, __ATOMIC_RELAXED)) < part.end;) error |= run(i);
+    }
   }
   return error;
 }
