@@ -75,7 +75,8 @@ def test_vit_digits(monkeypatch, capsys):
 
 
 def torchrun(*command: str, timeout: int = 150) -> str:
-    """What the processes print. Torch 2.13's gloo may wait for a thread of its own forever once they are done."""
+    """What the processes print. Once they are done, torch 2.13's gloo may wait for a thread of its own forever, or
+    abort because that thread still runs."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=FOLDER.parent
@@ -89,7 +90,8 @@ def torchrun(*command: str, timeout: int = 150) -> str:
             if n_waits > 3:
                 break
         else:
-            assert process.returncode == 0, errors[-4000:]
+            is_abort_of_gloo = "processes: loss " in output and "terminate called without an active exception" in errors
+            assert process.returncode == 0 or is_abort_of_gloo, errors[-4000:]
             return output
     process.terminate()  # and so its children
     output, errors = process.communicate()
