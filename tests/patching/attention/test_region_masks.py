@@ -145,6 +145,13 @@ def test_masks_are_added_as_float32_scores_would_be(scores: Tensor) -> None:
     torch.testing.assert_close(softmax_regions.region_softmax(scores, (bias, None, mask), None), expected)
 
 
+def test_a_bias_learns_beside_scores_that_count_for_nothing(scores: Tensor) -> None:
+    bias, target = torch.randn(2, 2, 3, 5, requires_grad=True), torch.randn(2, 2, 3, 5)
+    ours = softmax_regions.region_softmax(scores, (bias,), None, scale=0.0)
+    theirs = torch.softmax(0.0 * scores + bias, dim=-1)
+    torch.testing.assert_close(*(torch.autograd.grad((y * target).sum(), bias)[0] for y in (ours, theirs)))
+
+
 def test_what_a_float16_mask_hides_stays_hidden(scores: Tensor, mask: Tensor) -> None:
     scores, mask = scores.half(), mask.half().clamp(min=torch.finfo(torch.float16).min)
     bias = torch.linspace(-20.0, 20.0, 30).view(1, 2, 3, 5).half()

@@ -432,7 +432,7 @@ def region_softmax(scores: Tensor, masks: Masks, like: Tensor | None, *, scale: 
     if len(there) > 1 and scores.dtype == torch.float32:
         there = [mask.float() for mask in there]
     # One that is summed in broadcasting has its gradient from the softmax, which writes it in float32.
-    if torch.is_grad_enabled() and (len(there) > 1 or [mask.shape for mask in there] == [scores.shape]):
+    if scale and torch.is_grad_enabled() and (len(there) > 1 or [mask.shape for mask in there] == [scores.shape]):
         learned = [mask for mask in there if mask.requires_grad]
         if learned:
             scores, there = _Biased.apply(scores, scale, *learned), [mask.detach() for mask in there]
