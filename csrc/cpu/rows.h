@@ -147,9 +147,9 @@ struct alignas(64) Tasks {
   int64_t next, end;
 };
 
-// Runs task(i, buffer) for i in [0, n_tasks), on all threads where that is worth it. Returns 0 or ENOMEM. A thread
-// takes the same part of the tasks in each call, whose rows its cache may hold, then what the others have left of
-// theirs.
+// Runs task(i, buffer) for i in [0, n_tasks), on all threads where that is worth it. Returns 0 or ENOMEM. Each thread
+// first takes tasks of its own part, the same in each call with as many threads, whose rows its cache may hold; then
+// those left in other parts.
 template <class Task>
 int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task task) {
   int error = 0;
@@ -170,6 +170,7 @@ int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task t
 #pragma omp parallel reduction(| : error)
     for (int64_t p = 0, own = thread_number(); p < n_parts; ++p) {
       Tasks& part = parts[(own + p) % n_parts];
+      if (__atomic_load_n(&part.next, __ATOMIC_RELAXED) >= part.end) continue;  // not written to: its line stays shared
       for (int64_t i; (i = __atomic_fetch_add(&part.next, 1, __ATOMIC_RELAXED)) < part.end;) error |= run(i);
     }
   }

@@ -79,6 +79,7 @@ CHANGES = {
     "the rest changes": [("k = torch", "k_rest *= 2; k = torch")],
     "a part changes": [("q_part, k_part = r", "q_part *= 2; q_part, k_part = r")],
     "a view of the result": [("return q, k", "q = q.view(-1); return q, k")],
+    "a view of a cast of the result": [("return q, k", "q = q.to(k.dtype).view(-1); return q, k")],
     "strides of the result": [("return q, k", "return attend(k.stride())")],
     "other columns of k": [("k[..., :4], k[..., 4:]", "k[..., :3], k[..., 3:]")],
     "columns that overlap": [("k[..., :4], k[..., 4:]", "k[..., :4], k[..., 3:]")],

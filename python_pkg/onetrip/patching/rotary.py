@@ -234,7 +234,7 @@ class Rotations:
             is_for_attention = caches is not None and len(caches) < 2
             rotated = Rotated(rotation, is_for_attention, interface_of(self.forward))
             rewriting.constants[f"rotated_{index}_"] = rotated
-            cache = next(iter(caches), "None") if is_for_attention and caches else "None"
+            cache = next(iter(caches or ()), "None") if is_for_attention else "None"
             if part is not None:
                 wholes: list[ast.expr] = [ast.Name(part.q), ast.Name(part.k)]
                 rewriting.copy_of(part.rotation).targets = [ast.Tuple(wholes)]
@@ -303,18 +303,20 @@ def _part(forward: Forward, place: Place) -> Part | None:
                 value=ast.Call(args=[ast.Name(id=q_given), ast.Name(id=k_given), _, _], keywords=[]),
             ) as rotation
         ) if (q, k) == (q_given, k_given):
-            around = (*place.block[max(place.position - 2, 0) : place.position], *place.following[:2])
+            before, after = place.block[max(place.position - 2, 0) : place.position], place.following[:2]
         case _:
             return None
     inliner = Inliner(forward.globals, {})
     sliced: dict[str, tuple[str, str, ast.expr]] = {}
     joined: dict[str, tuple[str, str]] = {}
-    for statement in around:
+    for statement in before:
         match statement:
             case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=part), ast.Name(id=rest)])], value=value):
                 form = first_match(_SLICES, value)
                 if form is not None and isinstance(form[1]["X"], ast.Name) and not calls_in(form[1]["N"]):
                     sliced[part] = rest, form[1]["X"].id, form[1]["N"]
+    for statement in after:
+        match statement:
             case ast.Assign(targets=[ast.Name(id=whole)], value=value):
                 form = first_match(_JOINED, inliner.inline(value))
                 if form is not None and all(isinstance(each, ast.Name) for each in form[1].values()):
@@ -326,14 +328,13 @@ def _part(forward: Forward, place: Place) -> Part | None:
     are_here_alone = (names[q], names[k], names[q_rest], names[k_rest]) == (4, 4, 2, 2)
     if not are_here_alone or not is_same(n, other_n):
         return None
-    for node in nodes_after(forward.tree, around[-1]):
+    for node in nodes_after(forward.tree, after[-1]):
         match node:  # a concatenation is contiguous; the operator keeps the strides of q and k
-            case ast.Attribute(value=ast.Name(id=name), attr="view" | "stride" | "is_contiguous") if name in (
-                q_whole,
-                k_whole,
+            case ast.Attribute(value=value, attr="view" | "stride" | "is_contiguous") if any(
+                isinstance(each, ast.Name) and each.id in (q_whole, k_whole) for each in ast.walk(value)
             ):
                 return None
-    return Part(q_whole, k_whole, n, rotation, around)
+    return Part(q_whole, k_whole, n, rotation, (*before, *after))
 
 
 def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:

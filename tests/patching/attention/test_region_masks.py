@@ -162,17 +162,37 @@ def test_what_a_float16_mask_hides_stays_hidden(scores: Tensor, mask: Tensor) ->
     torch.testing.assert_close(weights.float(), original(scores.float(), bias.float(), mask.float()), atol=4e-3, rtol=0)
 
 
-@pytest.mark.parametrize("bias", [1e-6, torch.zeros(2, 2, 2, 3, 5), torch.zeros(5, dtype=torch.float64)], ids=type)
-def test_what_is_no_mask_is_added_as_before(bias: Any, scores: Tensor, mask: Tensor) -> None:
+@pytest.mark.parametrize(("bias", "mask"), [(1e-6, None), (None, torch.zeros(5, dtype=torch.float64)), (None, 1e-6)])
+def test_what_is_no_mask_is_added_as_before(bias: Any, mask: Any, scores: Tensor) -> None:
     module = TwoMasks()
     report = patch_model(module, patterns=[PATTERN])
-    given = scores.double() if isinstance(bias, Tensor) and bias.dtype == torch.float64 else scores
-    if isinstance(bias, Tensor) and bias.dim() == 5:
-        with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
-            module(given, bias, mask)
-    else:
-        assert torch.equal(module(given, bias, mask), TwoMasks()(given, bias, mask))
-    assert report.calls() == {"": (0, 1)}
+    ours, theirs = (each(scores, bias, mask) for each in (module, TwoMasks()))
+    assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        module(scores, torch.zeros(2, 2, 2, 3, 5))
+    assert report.calls() == {"": (0, 2)}
+
+
+def test_forward_mode_sees_biases_that_learn(scores: Tensor) -> None:
+    bias = torch.randn(2, 2, 3, 5)
+
+    def loss(given: Tensor) -> Tensor:
+        return (softmax_regions.region_softmax(scores, (given, given), None) ** 2).sum()
+
+    def expected(given: Tensor) -> Tensor:
+        return (torch.softmax(scores + given + given, dim=-1) ** 2).sum()
+
+    tangent = torch.randn(bias.shape)
+    ours, theirs = (torch.func.jvp(torch.func.grad(function), (bias,), (tangent,))[1] for function in (loss, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_of_float32_biases_are_summed_in_float32() -> None:
+    scores, bias = torch.zeros(64, 1, 1, 2).bfloat16(), torch.zeros(1, 1, 1, 2, requires_grad=True)
+    weights = softmax_regions.region_softmax(scores, (bias, torch.zeros(2)), None)
+    weights.backward(torch.linspace(1.0, 1.3, 128).view(64, 1, 1, 2).to(weights.dtype).mul(torch.tensor([1.0, 0.0])))
+    whole, rounded = bias.grad, bias.grad.bfloat16().float()  # type: ignore[union-attr]
+    assert whole.shape == bias.shape and not torch.equal(whole, rounded)
 
 
 @pytest.mark.parametrize(("batch", "by_softmax"), [(1, True), (2, False)])

@@ -27,6 +27,7 @@ from torch.nn import functional
 from ...ops import softmax
 from ...ops.attention import saturated_mask
 from ...ops.common.backends import HALF, KERNEL_DTYPES
+from ...ops.common.tracing import is_transformed
 from .. import calls
 from ..classes import Rewrite, method_of
 from ..forward import Forward, read_forward
@@ -396,12 +397,12 @@ Masks = tuple[Tensor | None, ...]
 
 
 def in_dtype_of(scores: Tensor, mask: Any) -> Any:
-    """The mask as an addition in place reads it."""
+    """The mask in the scores' dtype, which an addition in place keeps."""
     return mask.to(scores.dtype) if isinstance(mask, Tensor) else mask
 
 
 class _Biased(torch.autograd.Function):
-    """Scores, whose gradient those of the biases are sums of: forward leaves it to the softmax to add these."""
+    """The scores as they are: the softmax adds the biases, detached. Backward sums the gradient to their shapes."""
 
     generate_vmap_rule = True
 
@@ -417,12 +418,14 @@ class _Biased(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        sums = ((gradient.sum_to_size(shape) / ctx.scale).to(dtype) for shape, dtype in ctx.biases)
-        return (
-            gradient,
-            None,
-            *(each if needed else None for each, needed in zip(sums, ctx.needs_input_grad[2:], strict=True)),
-        )
+        return gradient, None, *(_summed(gradient, *bias) / ctx.scale for bias in ctx.biases)
+
+
+def _summed(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """sum_to_size, summed and returned in dtype."""
+    sizes = (1,) * (gradient.dim() - len(shape)) + shape
+    dims = [dim for dim, size in enumerate(sizes) if size == 1 < gradient.shape[dim]]
+    return (gradient.sum(dims, dtype=dtype) if dims else gradient.to(dtype)).view(shape)
 
 
 def region_softmax(scores: Tensor, masks: Masks, like: Tensor | None, *, scale: float = 1.0, **options: Any) -> Tensor:
@@ -431,11 +434,12 @@ def region_softmax(scores: Tensor, masks: Masks, like: Tensor | None, *, scale: 
     there = [mask for mask in masks if mask is not None]
     if len(there) > 1 and scores.dtype == torch.float32:
         there = [mask.float() for mask in there]
-    # One that is summed in broadcasting has its gradient from the softmax, which writes it in float32.
-    if scale and torch.is_grad_enabled() and (len(there) > 1 or [mask.shape for mask in there] == [scores.shape]):
-        learned = [mask for mask in there if mask.requires_grad]
-        if learned:
-            scores, there = _Biased.apply(scores, scale, *learned), [mask.detach() for mask in there]
+    # A single broadcast mask has its gradient from the softmax; that of one of the scores' shape would be float32.
+    is_one_broadcast = len(there) == 1 and there[0].shape != scores.shape
+    learned = [] if is_one_broadcast else [mask for mask in there if mask.requires_grad]
+    is_reverse = torch.compiler.is_compiling() or not is_transformed()
+    if learned and scale and is_reverse and torch.is_grad_enabled():
+        scores, there = _Biased.apply(scores, scale, *learned), [mask.detach() for mask in there]
     saturated: Any = [saturated_mask(mask, scores) for mask in there]
     weights = softmax(scores, reduce(torch.add, saturated) if saturated else None, scale=scale, **options)
     return weights if like is None or weights.dtype in HALF else weights.to(like.dtype)
@@ -471,7 +475,7 @@ def _fits_mask(scores: Tensor, mask: Any) -> bool:
     if torch.float32 not in (mask.dtype, scores.dtype) and mask.dtype != scores.dtype:
         return False
     is_broadcast = all(a in (1, b) for a, b in zip(mask.shape[::-1], scores.shape[::-1], strict=False))
-    return is_broadcast and mask.dim() <= scores.dim()
+    return is_broadcast and mask.dim() <= scores.dim() and mask.device == scores.device
 
 
 NAMES: dict[str, Any] = {
