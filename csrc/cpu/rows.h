@@ -126,21 +126,13 @@ class Parameter {
   bool failed_ = false;
 };
 
-inline int64_t thread_count() {
 #if defined(_OPENMP)
-  return omp_get_max_threads();
+inline int64_t thread_count() { return omp_get_max_threads(); }
+inline int64_t thread_number() { return omp_get_thread_num(); }
 #else
-  return 1;
+inline int64_t thread_count() { return 1; }
+inline int64_t thread_number() { return 0; }
 #endif
-}
-
-inline int64_t thread_number() {
-#if defined(_OPENMP)
-  return omp_get_thread_num();
-#else
-  return 0;
-#endif
-}
 
 // The next task of a part of all tasks, and the end of the part; in a cache line of its own.
 struct alignas(64) Tasks {

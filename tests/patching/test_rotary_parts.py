@@ -68,7 +68,7 @@ q_part, q_rest = q[..., :4], q[..., 4:]
 k_part, k_rest = k[..., :4], k[..., 4:]
 q_part, k_part = rotate(q_part, k_part, cos, sin)
 q = torch.cat((q_part, q_rest), dim=-1)
-k = torch.cat([k_part, k_rest], dim=-1)
+k = torch.cat((k_part, k_rest), dim=-1)
 return q, k
 """
 CHANGES = {
@@ -86,8 +86,8 @@ CHANGES = {
     "columns by a call": [(":4]", ":f()]"), ("4:]", "f():]"), (":4]", ":f()]"), ("4:]", "f():]")],
     "of what is no name": [("q[..., :4], q[..., 4:]", "q.x[..., :4], q.x[..., 4:]")],
     "the rest first": [("(q_part, q_rest)", "(q_rest, q_part)")],
-    "one rest for both": [("k_part, k_rest = k", "k_part, q_rest = k"), ("[k_part, k_rest]", "[k_part, q_rest]")],
-    "joined to the other": [("q = torch", "k = torch"), ("k = torch.cat([", "q = torch.cat([")],
+    "one rest for both": [("k_part, k_rest = k", "k_part, q_rest = k"), ("(k_part, k_rest), d", "(k_part, q_rest), d")],
+    "joined to the other": [("q = torch", "k = torch"), ("k = torch.cat((k_", "q = torch.cat((k_")],
     "other dimension": [("dim=-1)", "dim=0)")],
     "other names of what is rotated": [("q_part, k_part = rotate", "q_turned, k_part = rotate")],
     "other names of what is joined": [("q = torch", "q_turned = torch")],

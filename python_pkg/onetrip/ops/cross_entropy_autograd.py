@@ -117,7 +117,7 @@ class LinearReduced(torch.autograd.Function):
         ctx.keeps_dlogits = linear.keeps_dlogits(linear_call)
         if ctx.keeps_dlogits:
             loss, dlogits = linear.total_and_dlogits(linear_call, is_mean)
-            ctx.bias_dtype = (weight if bias is None else bias).dtype
+            ctx.dtypes = linear.dtypes_of(weight, bias)
             ctx.save_for_backward(hidden, weight, dlogits)
             return loss
         loss, ctx.gradients, ctx.factors = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
@@ -130,8 +130,7 @@ class LinearReduced(torch.autograd.Function):
         (dloss,), (others, is_mean) = grads, ctx.call
         if ctx.keeps_dlogits:
             hidden, weight, dlogits = ctx.saved_tensors
-            dtypes = weight.dtype, ctx.bias_dtype
-            ctx.gradients = linear.products(dlogits, hidden, weight, dtypes, ctx.needs_input_grad[:3])
+            ctx.gradients = linear.products(dlogits, hidden, weight, ctx.dtypes, ctx.needs_input_grad[:3])
             ctx.factors = torch.ones(2, dtype=dloss.dtype)
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None

@@ -30,7 +30,7 @@ from .attention.reads import caches_beside_products, nodes_after
 from .classes import Rewrite
 from .forward import Forward, Place, places
 from .rewriting import Rewriting
-from .source import Inliner, calls_in, first_match, is_pure, is_same, resolve
+from .source import Inliner, calls_in, is_pure, matches, resolve
 from .verify import check_function, kind_of, undisturbed
 
 PATTERN = "rotary"
@@ -290,51 +290,37 @@ def _found(forward: Forward, call: ast.Call, rotation: Rotation, called: Callabl
     return FoundRotation(call, rotation, called, caches, part)
 
 
-_SLICES = ("(X[..., :N], X[..., N:])",)
-_JOINED = ("cat((X, Y), dim=-1)", "cat([X, Y], dim=-1)")
+_PART = ast.parse("""
+A, B = (X[..., :N], X[..., N:])
+C, D = (Y[..., :N], Y[..., N:])
+A, C = F(A, C, COS, SIN)
+X = cat((A, B), dim=-1)
+Y = cat((C, D), dim=-1)
+""").body
 
 
 def _part(forward: Forward, place: Place) -> Part | None:
     """The rotation at a place, if it is one of a part, and nothing else reads the parts."""
-    match place.statement:
-        case (
-            ast.Assign(
-                targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])],
-                value=ast.Call(args=[ast.Name(id=q_given), ast.Name(id=k_given), _, _], keywords=[]),
-            ) as rotation
-        ) if (q, k) == (q_given, k_given):
-            before, after = place.block[max(place.position - 2, 0) : place.position], place.following[:2]
-        case _:
-            return None
-    inliner = Inliner(forward.globals, {})
-    sliced: dict[str, tuple[str, str, ast.expr]] = {}
-    joined: dict[str, tuple[str, str]] = {}
-    for statement in before:
-        match statement:
-            case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=part), ast.Name(id=rest)])], value=value):
-                form = first_match(_SLICES, value)
-                if form is not None and isinstance(form[1]["X"], ast.Name) and not calls_in(form[1]["N"]):
-                    sliced[part] = rest, form[1]["X"].id, form[1]["N"]
-    for statement in after:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=whole)], value=value):
-                form = first_match(_JOINED, inliner.inline(value))
-                if form is not None and all(isinstance(each, ast.Name) for each in form[1].values()):
-                    joined[form[1]["X"].id] = form[1]["Y"].id, whole  # type: ignore[attr-defined]
-    if not sliced.keys() == joined.keys() == {q, k} or any(sliced[name][:2] != joined[name] for name in (q, k)):
+    statements = place.block[max(place.position - 2, 0) : place.position + 3]
+    found: dict[str, Any] = {}
+    if not matches(_PART, Inliner(forward.globals, {}).inline(statements), found):
         return None
-    (q_rest, q_whole, n), (k_rest, k_whole, other_n) = sliced[q], sliced[k]
-    names = Counter(node.id for node in ast.walk(forward.tree) if isinstance(node, ast.Name))
-    are_here_alone = (names[q], names[k], names[q_rest], names[k_rest]) == (4, 4, 2, 2)
-    if not are_here_alone or not is_same(n, other_n):
+    names, n = [found[name] for name in "ABCDXY"], found["N"]
+    if not all(isinstance(name, ast.Name) for name in names) or calls_in(n):
         return None
-    for node in nodes_after(forward.tree, after[-1]):
+    *parts, q, k = (name.id for name in names)
+    counts = Counter(node.id for node in ast.walk(forward.tree) if isinstance(node, ast.Name))
+    if [counts[part] for part in parts] != [4, 2, 4, 2]:
+        return None
+    for node in nodes_after(forward.tree, statements[-1]):
         match node:  # a concatenation is contiguous; the operator keeps the strides of q and k
             case ast.Attribute(value=value, attr="view" | "stride" | "is_contiguous") if any(
-                isinstance(each, ast.Name) and each.id in (q_whole, k_whole) for each in ast.walk(value)
+                isinstance(each, ast.Name) and each.id in (q, k) for each in ast.walk(value)
             ):
                 return None
-    return Part(q_whole, k_whole, n, rotation, (*before, *after))
+    before, (rotation, *after) = statements[:2], statements[2:]
+    assert isinstance(rotation, ast.Assign)
+    return Part(q, k, n, rotation, (*before, *after))
 
 
 def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:

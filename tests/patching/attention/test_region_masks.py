@@ -36,16 +36,6 @@ class TwoMasks(nn.Module):
         return weights
 
 
-@pytest.fixture
-def scores() -> Tensor:
-    return torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def mask() -> Tensor:
-    return torch.zeros(2, 1, 1, 5).index_fill(3, torch.tensor([4]), torch.finfo(torch.float32).min)
-
-
 def regions_of(*statements: str) -> list[tuple[tuple[str, ...], str]]:
     """(masks, scale) of each region of a forward: the statements, then softmax and dropout."""
     lines = [*statements, "weights = softmax(scores, dim=-1)", "weights = self.dropout(weights)", "return weights"]

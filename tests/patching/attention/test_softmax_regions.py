@@ -164,16 +164,6 @@ class InALoop(Attention):
         return scores
 
 
-@pytest.fixture
-def scores() -> Tensor:
-    return torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def mask() -> Tensor:
-    return torch.zeros(2, 1, 1, 5).index_fill(3, torch.tensor([4]), torch.finfo(torch.float32).min)
-
-
 def test_scale_and_mask_go_into_the_call() -> None:
     (region,) = (found for _, _, found in read_softmax_regions(Attention).found)  # type: ignore[union-attr]
     assert region.scale == "1.0 / (math.sqrt(self.size))"
