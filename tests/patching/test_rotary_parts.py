@@ -84,7 +84,7 @@ CHANGES = {
     "other columns of k": [("k[..., :4], k[..., 4:]", "k[..., :3], k[..., 3:]")],
     "columns that overlap": [("k[..., :4], k[..., 4:]", "k[..., :4], k[..., 3:]")],
     "columns by a call": [(":4]", ":f()]"), ("4:]", "f():]"), (":4]", ":f()]"), ("4:]", "f():]")],
-    "of what is no name": [("q[..., :4], q[..., 4:]", "q.x[..., :4], q.x[..., 4:]")],
+    "of what is no name": [("q[..., :4], q[..., 4:]", "q.x[..., :4], q.x[..., 4:]"), ("q = torch", "q.x = torch")],
     "the rest first": [("(q_part, q_rest)", "(q_rest, q_part)")],
     "one rest for both": [("k_part, k_rest = k", "k_part, q_rest = k"), ("(k_part, k_rest), d", "(k_part, q_rest), d")],
     "joined to the other": [("q = torch", "k = torch"), ("k = torch.cat((k_", "q = torch.cat((k_")],
