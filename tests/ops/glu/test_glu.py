@@ -108,13 +108,14 @@ def test_every_float16(target):
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_every_value_of_half_precision(target, dtype):
-    """gelu and its slope are rounded once: half a unit in the last place, and little more."""
+    """gelu, its slope and silu are rounded once: half a unit in the last place, and little more."""
     x = torch.arange(-(2**15), 2**15, device=target.device).short().view(dtype)
     x = x[x.isfinite()].requires_grad_()
     exact = x.detach().double()
     cumulative = 0.5 * torch.special.erfc(-exact * 0.5**0.5)
     y = ops.bias_activation(x, None, "gelu")
     assert_ulps(y.detach(), exact * cumulative, 0.55)
+    assert_ulps(ops.bias_activation(x.detach(), None, "silu"), exact * torch.sigmoid(exact), 0.55)
     (slope,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert_ulps(slope, cumulative + exact * torch.exp(-0.5 * exact.square()) / (2.0 * torch.pi) ** 0.5, 0.55)
 
