@@ -8,7 +8,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model
 from onetrip.patching.attention import softmax_regions
-from onetrip.patching.attention.softmax_regions import region_softmax
+from onetrip.patching.attention.region_softmax import region_softmax
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.source import Inliner
 from torch import Tensor, nn

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model
+from onetrip.patching.attention import region_softmax as fused_region
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import SoftmaxRegions, read_softmax_regions
 from torch import Tensor, nn
@@ -192,9 +193,9 @@ def test_a_bias_of_the_scores_shape_has_its_gradient_from_theirs(
     """The softmax would write one more tensor of that size, in float32."""
     module, learned = TwoMasks(), []
     patch_model(module, patterns=[PATTERN])
-    compute = softmax_regions.softmax
+    compute = fused_region.softmax
     monkeypatch.setattr(
-        softmax_regions,
+        fused_region,
         "softmax",
         lambda x, mask, **more: (learned.append(mask.requires_grad), compute(x, mask, **more))[1],
     )
