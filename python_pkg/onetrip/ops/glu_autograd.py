@@ -17,7 +17,7 @@ from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, eager_backward, eager_forward, matrix, vector
 from .common.operators import filled, register, register_backward, register_gradients
-from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
+from .common.tracing import have_storage, refuse_double_backward
 
 
 def result_dtype(gate: Tensor, up: Tensor | None, bias: Tensor | None) -> torch.dtype:
@@ -214,7 +214,6 @@ def _backward(
 
 
 def _forward_fake(gate: Tensor, up: Tensor | None, bias: Tensor | None, rng: Tensor | None, *plan: Any) -> Tensor:
-    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in ops/glu.py
     y = gate.new_empty(_shape(gate, GluPlan(*plan)), dtype=result_dtype(gate, up, bias))
     order = _memory_order(gate)
     return y if order is None else _restored(y.new_empty([y.shape[dim] for dim in order]), order)

@@ -17,7 +17,7 @@ from . import rotary_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, eager_backward, eager_forward, in_memory
 from .common.operators import filled, register, register_gradients
-from .common.tracing import have_storage, reject_onnx_export
+from .common.tracing import have_storage
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -94,7 +94,6 @@ def _rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan:
 
 
 def _rotary_fake(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: Any) -> tuple[Tensor, ...]:
-    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in rotary_embedding
     dtype = RotaryPlan(*plan).dtype
     q, k = (None if x is None else empty_adjacent(x if x.stride(-1) == 1 else x.contiguous(), dtype) for x in (q, k))
     return filled(cos, (q, k))

@@ -39,7 +39,7 @@ from . import row_norm_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, eager_backward, eager_forward, matrix, reshaped, vector
 from .common.operators import filled, register, register_backward, register_gradients
-from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
+from .common.tracing import have_storage, refuse_double_backward
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
 
 Call = tuple[Rng | None, EagerCall | None, RowNormPlan, str, Dtypes, bool, bool]
@@ -348,7 +348,6 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in row_norm
     operands, _, plan = _split_forward(arguments)
     return filled(operands.x, outputs_of(plan, operands.x, operands.x.new_empty))
 

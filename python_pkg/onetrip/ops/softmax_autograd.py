@@ -20,7 +20,7 @@ from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
 from .common.native import EagerCall, eager_backward, eager_forward, in_memory, reshaped, rows
 from .common.operators import filled, register, register_backward, register_gradients
-from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
+from .common.tracing import have_storage, refuse_double_backward
 
 
 def forward(
@@ -183,7 +183,6 @@ def _backward(
 
 
 def _forward_fake(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> tuple[Tensor, ...]:
-    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in softmax
     y = scores.new_empty(scores.shape)
     return filled(scores, (y, torch.empty_like(y) if SoftmaxPlan(*plan).store_p else None))
 

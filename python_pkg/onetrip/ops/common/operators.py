@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tracing import reject_onnx_export
+
 library = torch.library.Library("onetrip", "FRAGMENT")
 
 
@@ -18,10 +20,15 @@ def filled(like: Tensor, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """An operator without gradients. run computes it on every device; fake allocates what run returns."""
+
+    def fake_in_graph(*arguments: Any) -> Any:
+        reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace this check in the public functions
+        return fake(*arguments)
+
     name, _, _ = schema.partition("(")
     library.define(schema)
     library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"onetrip::{name}", fake, lib=library)
+    torch.library.register_fake(f"onetrip::{name}", fake_in_graph, lib=library)
 
 
 def register_gradients(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
