@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from ..reference import cross_entropy as reference
 from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
+from .common.checks import check_device, check_finite, check_int64, check_probability, check_rows, raise_unknown
 from .common.native import in_memory, read
 from .common.tracing import (
     are_plain_tensors_traced,
@@ -314,17 +314,13 @@ def _checked_plan(
 
 
 def _check_labels(function: str, argument: str, labels: Tensor, of: str, rows: Tensor) -> None:
-    check_tensor(function, argument, labels)
-    if labels.dtype != torch.int64:
-        raise TypeError(f"{function}: {argument} must be int64, got {str(labels.dtype)[6:]}")
-    check_dense(function, argument, labels)
+    check_int64(function, argument, labels)
     if labels.shape != rows.shape[:-1]:
         raise ValueError(
             f"{function}: {argument} must have the shape of {of} without its last dimension, "
             f"{tuple(rows.shape[:-1])}, got {tuple(labels.shape)}"
         )
-    if labels.device != rows.device:
-        raise ValueError(f"{function}: {argument} must be on the device of {of}, {rows.device}, got {labels.device}")
+    check_device(function, argument, labels, rows, of)
 
 
 def _check_operands(
@@ -390,10 +386,7 @@ def _check_linear(function: str, hidden: Tensor, weight: Tensor, bias: Tensor | 
         operands.append(("bias", bias))
     may_mix = is_autocasting(hidden) and hidden.dtype != torch.float64
     for argument, tensor in operands:
-        if tensor.device != hidden.device:
-            raise ValueError(
-                f"{function}: {argument} must be on the device of hidden, {hidden.device}, got {tensor.device}"
-            )
+        check_device(function, argument, tensor, hidden, "hidden")
         if tensor.dtype != hidden.dtype and not may_mix:
             raise TypeError(
                 f"{function}: {argument} must have the dtype of hidden, {str(hidden.dtype)[6:]}, "

@@ -20,7 +20,7 @@ from ..reference import glu as reference
 from ..reference.glu import ACTIVATIONS, GluPlan, Operands
 from ..reference.philox import Rng
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_finite, check_number, check_parameter, check_probability, check_rows
+from .common.checks import check_finite, check_like, check_number, check_parameter, check_probability, check_rows
 from .common.native import read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
@@ -62,11 +62,7 @@ def glu(
     code = -1 if is_compiling() or up is None else read.operands((gate, up, None))
     if code < 0:
         check_rows(function, "gate", gate)
-        check_rows(function, "up", up)
-        if up.shape != gate.shape:
-            raise ValueError(f"{function}: up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}")
-        if up.device != gate.device:
-            raise ValueError(f"{function}: up must be on the device of gate, {gate.device}, got {up.device}")
+        check_like(function, "up", up, gate, "gate")
     return _call(function, gate, up, None, plan, rng, code)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..reference import moe as reference
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_rows, check_tensor
+from .common.checks import check_device, check_int64, check_rows
 from .common.tracing import is_traced, is_transformed, reject_onnx_export
 from .moe_autograd import apply_combine, apply_dispatch, combine, dispatch
 
@@ -45,8 +45,7 @@ def moe_combine(
         if weights.shape != places.shape:
             shape = tuple(places.shape)
             raise ValueError(f"{function}: weights must have the shape of places, {shape}, got {tuple(weights.shape)}")
-        if weights.device != y.device:
-            raise ValueError(f"{function}: weights must be on the device of y, {y.device}, got {weights.device}")
+        check_device(function, "weights", weights, y, "y")
     if dtype is None:
         dtype = y.dtype if weights is None else torch.promote_types(y.dtype, weights.dtype)
     elif not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -90,12 +89,9 @@ def moe_dispatch(x: Tensor, places: Tensor) -> Tensor:
 
 
 def _check_places(function: str, places: Tensor, rows: Tensor, argument: str) -> None:
-    check_tensor(function, "places", places)
-    if places.dtype != torch.int64:
-        raise TypeError(f"{function}: places must be int64, got {str(places.dtype)[6:]}")
+    check_int64(function, "places", places)
     if places.dim() != 2 or places.shape[1] == 0:
         raise ValueError(f"{function}: places must have shape (n_tokens, k), got {tuple(places.shape)}")
-    if places.device != rows.device:
-        raise ValueError(f"{function}: places must be on the device of {argument}, {rows.device}, got {places.device}")
+    check_device(function, "places", places, rows, argument)
     if rows.dim() != 2:
         raise ValueError(f"{function}: {argument} must have shape (rows, n_cols), got {tuple(rows.shape)}")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..reference import rotary as reference
 from ..reference.rotary import Operands, RotaryPlan
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_out_dtype, check_rows
+from .common.checks import check_device, check_out_dtype, check_rows
 from .common.native import read
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .rotary_autograd import apply, rotate
@@ -92,8 +92,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
     function = "rotary_embedding"
     for argument, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         check_rows(function, argument, tensor)
-        if tensor.device != q.device:
-            raise ValueError(f"{function}: {argument} must be on the device of q, {q.device}, got {tensor.device}")
+        check_device(function, argument, tensor, q, "q")
     if not isinstance(interleaved, bool):
         raise TypeError(f"{function}: interleaved must be a bool, got {interleaved!r}")
     if k.dtype != q.dtype:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ...reference.softmax import SoftmaxPlan
 from ..common.backends import DISPATCHER, HALF, KERNEL_DTYPES, choose
-from ..common.checks import DTYPES
+from ..common.checks import DTYPES, check_device
 from ..common.masks import broadcasts, kernel_mask
 from ..common.rng import eager_rng, traced_rng
 from ..common.tracing import (
@@ -156,8 +156,7 @@ def _check(
             raise TypeError(
                 f"attention: {name} must be float32, float16, bfloat16, float64{or_bool}, got {added.dtype}"
             )
-        if added.device != query.device:
-            raise ValueError(f"attention: {name} must be on the device of query, {query.device}, got {added.device}")
+        check_device("attention", name, added, query, "query")
         if not broadcasts(added.shape, shape):
             raise ValueError(f"attention: {name} must broadcast to {shape}, got {tuple(added.shape)}")
 

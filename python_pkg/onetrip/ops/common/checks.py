@@ -63,14 +63,27 @@ def check_dense(function: str, argument: str, tensor: Tensor) -> None:
         raise TypeError(f"{function}: {argument} must be a dense (strided) tensor, got {kind}")
 
 
-def check_like(function: str, argument: str, tensor: Tensor, x: Tensor) -> None:
+def check_int64(function: str, argument: str, tensor: Tensor) -> None:
+    check_tensor(function, argument, tensor)
+    if tensor.dtype != torch.int64:
+        raise TypeError(f"{function}: {argument} must be int64, got {str(tensor.dtype)[6:]}")
+    check_dense(function, argument, tensor)
+
+
+def check_device(function: str, argument: str, tensor: Tensor, x: Tensor, name: str = "x") -> None:
+    """name: of x, in messages."""
+    if tensor.device != x.device:
+        raise ValueError(f"{function}: {argument} must be on the device of {name}, {x.device}, got {tensor.device}")
+
+
+def check_like(function: str, argument: str, tensor: Tensor, x: Tensor, name: str = "x") -> None:
     """A tensor that goes with x element by element: same shape, same device."""
     check_rows(function, argument, tensor)
     if tensor.shape != x.shape:
         raise ValueError(
-            f"{function}: {argument} must have the shape of x, {tuple(x.shape)}, got {tuple(tensor.shape)}"
+            f"{function}: {argument} must have the shape of {name}, {tuple(x.shape)}, got {tuple(tensor.shape)}"
         )
-    _check_device(function, argument, tensor, x)
+    check_device(function, argument, tensor, x, name)
 
 
 def check_parameter(function: str, argument: str, tensor: Tensor, x: Tensor) -> None:
@@ -78,12 +91,7 @@ def check_parameter(function: str, argument: str, tensor: Tensor, x: Tensor) -> 
     check_rows(function, argument, tensor)
     if tensor.shape != x.shape[-1:]:
         raise ValueError(f"{function}: {argument} must have shape ({x.shape[-1]},), got {tuple(tensor.shape)}")
-    _check_device(function, argument, tensor, x)
-
-
-def _check_device(function: str, argument: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.device != x.device:
-        raise ValueError(f"{function}: {argument} must be on the device of x, {x.device}, got {tensor.device}")
+    check_device(function, argument, tensor, x)
 
 
 def check_probability(function: str, argument: str, p: float) -> None:
