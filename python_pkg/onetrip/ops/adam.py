@@ -74,7 +74,7 @@ def sum_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:
 def _squares_of_chunks(tables: AdamTables) -> Tensor:
     """[n_chunks] float64, by the native library."""
     sums = torch.empty(len(tables.chunks), dtype=torch.float64, device=tables.device)
-    code = native().adam_squares(  # type: ignore[union-attr]
+    code = native().adam_squares(
         *where(sums), tables.tensors.data_ptr(), tables.chunks.data_ptr(), _kind_numbers(tables), sums.data_ptr()
     )
     if code:
@@ -102,7 +102,7 @@ def launch(
         importlib.import_module("onetrip.kernels.adam").step(tables, groups, grad_scale, found_inf)
         return
     index, stream = where(tables.scalars)
-    code = native().adam_step(  # type: ignore[union-attr]
+    code = native().adam_step(
         index,
         stream,
         tables.tensors.data_ptr(),

@@ -16,7 +16,7 @@ from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from . import cross_entropy_linear as linear
 from . import cross_entropy_native
 from .common.backends import KERNEL_DTYPES, choose
-from .common.native import rows
+from .common.native import direct_apply, rows
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, watched_as
 from .cross_entropy_linear import Linear, Wants
@@ -170,10 +170,9 @@ class LinearByRow(torch.autograd.Function):
         return *linear.by_row_backward(call, dloss, dentropy, ctx.needs_input_grad[:3]), None
 
 
-# As row_norm_autograd.apply: without the search for functorch transforms.
-apply = super(torch.autograd.Function, CrossEntropy).apply
-apply_reduced = super(torch.autograd.Function, LinearReduced).apply
-apply_by_row = super(torch.autograd.Function, LinearByRow).apply
+apply = direct_apply(CrossEntropy)
+apply_reduced = direct_apply(LinearReduced)
+apply_by_row = direct_apply(LinearByRow)
 
 
 def _backend(operator: str, tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ from .common.native import DTYPE_CODE, Launcher, raise_error
 
 @lru_cache(maxsize=1024)
 def _launcher(plan: CrossEntropyPlan, dtype: torch.dtype) -> Launcher:
-    return native().cross_entropy(DTYPE_CODE[dtype], *plan)  # type: ignore[union-attr]
+    return native().cross_entropy(DTYPE_CODE[dtype], *plan)
 
 
 def _launch(logits: Tensor, plan: CrossEntropyPlan, *operands: Tensor | float | None) -> None:
@@ -49,7 +49,7 @@ def add_to_sums(nearest: Tensor, rest: Tensor, terms: Tensor, is_first: bool) ->
     """sums += terms (bfloat16), in float32. A sum is the bfloat16 nearest to it, and an int16: by how many units of
     float32 it is larger. is_first: these are still to be written. All contiguous."""
     addresses = (tensor.data_ptr() for tensor in (nearest, rest, terms))
-    code = native().add_to_sums(*addresses, terms.numel(), is_first)  # type: ignore[union-attr]
+    code = native().add_to_sums(*addresses, terms.numel(), is_first)
     if code:
         raise_error("linear_cross_entropy", terms, code)
 

@@ -15,7 +15,7 @@ from ..reference.glu import GluPlan, Gradients, Operands, reads_result
 from ..reference.philox import Rng
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import EagerCall, eager_backward, eager_forward, matrix, vector
+from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, matrix, vector
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward
 
@@ -192,8 +192,7 @@ class _Glu(torch.autograd.Function):
     backward = eager_backward("glu", _backward_of_any)
 
 
-# As row_norm_autograd.apply: without the search for functorch transforms.
-apply = super(torch.autograd.Function, _Glu).apply
+apply = direct_apply(_Glu)
 
 
 def _backend(operands: Operands) -> str:

@@ -30,12 +30,12 @@ def _plan_arguments(dtype: torch.dtype, bias: torch.dtype | None, plan: GluPlan)
 
 @lru_cache(maxsize=4096)
 def _forward_launcher(dtype: torch.dtype, bias: torch.dtype | None, plan: GluPlan) -> Launcher:
-    return native().glu_forward(*_plan_arguments(dtype, bias, plan))  # type: ignore[union-attr]
+    return native().glu_forward(*_plan_arguments(dtype, bias, plan))
 
 
 @lru_cache(maxsize=4096)
 def _backward_launcher(dtype: torch.dtype, bias: torch.dtype | None, plan: GluPlan, draws: bool) -> Launcher:
-    return native().glu_backward(*_plan_arguments(dtype, bias, plan), draws)  # type: ignore[union-attr]
+    return native().glu_backward(*_plan_arguments(dtype, bias, plan), draws)
 
 
 @lru_cache(maxsize=4096)
@@ -56,8 +56,7 @@ def eager_call(plan: GluPlan, code: int, backend: str) -> EagerCall | None:
     if backend == "triton":
         module = formulas("triton", "glu")
         kernels = module.forward, module.backward, plan
-    call: EagerCall = native().glu_eager(*launchers, plan.gate_first, saves_result, kernels)  # type: ignore[union-attr]
-    return call
+    return native().glu_eager(*launchers, plan.gate_first, saves_result, kernels)
 
 
 def _gate_and_up(gate: Tensor, up: Tensor | None, plan: GluPlan, n_cols: int) -> tuple[Columns, Columns]:
@@ -102,7 +101,7 @@ def backward(
     device, stream = where(dy)
     if wants_bias and bias is not None:
         dbias = torch.empty(n_cols, dtype=bias.dtype, device=dy.device)
-        n_floats = native().glu_workspace(n_rows, n_cols)  # type: ignore[union-attr]
+        n_floats = native().glu_workspace(n_rows, n_cols)
         workspace = torch.empty(n_floats, dtype=torch.float32, device=dy.device)
     if plan.gate_first is None:
         dcolumns, dup_columns = (dgate, 0, n_cols), (dup, 0, n_cols)

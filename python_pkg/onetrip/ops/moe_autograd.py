@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import in_memory, matrix
+from .common.native import direct_apply, in_memory, matrix
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward
 
@@ -111,9 +111,8 @@ class _Dispatch(torch.autograd.Function):
         return combine(backend, drows, places, None, drows.dtype), None, None
 
 
-# As row_norm_autograd.apply: without the search for functorch transforms.
-apply_combine = super(torch.autograd.Function, _Combine).apply
-apply_dispatch = super(torch.autograd.Function, _Dispatch).apply
+apply_combine = direct_apply(_Combine)
+apply_dispatch = direct_apply(_Dispatch)
 
 
 def _backend(operator: str, places: Tensor, *dtypes: torch.dtype) -> str:

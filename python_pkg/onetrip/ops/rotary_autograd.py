@@ -15,7 +15,7 @@ from torch import Tensor
 from ..reference.rotary import Operands, RotaryPlan, empty_adjacent
 from . import rotary_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import EagerCall, eager_backward, eager_forward, in_memory
+from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, in_memory
 from .common.operators import filled, register, register_gradients
 from .common.tracing import have_storage
 
@@ -82,8 +82,7 @@ class _Rotary(torch.autograd.Function):
     backward = eager_backward("rotary", _backward_of_any)
 
 
-# As row_norm_autograd.apply: without the search for functorch transforms.
-apply = super(torch.autograd.Function, _Rotary).apply
+apply = direct_apply(_Rotary)
 
 
 def _rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: Any) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, rais
 @lru_cache(maxsize=64)
 def _launcher(plan: RotaryPlan, dtype: torch.dtype, table_dtype: torch.dtype) -> Launcher:
     dtypes = (DTYPE_CODE[each] for each in (dtype, plan.dtype or dtype, table_dtype))
-    return native().rotary(*dtypes, plan.interleaved, plan.inverse)  # type: ignore[union-attr]
+    return native().rotary(*dtypes, plan.interleaved, plan.inverse)
 
 
 @lru_cache(maxsize=64)
@@ -30,8 +30,7 @@ def eager_call(plan: RotaryPlan, code: int, backend: str) -> EagerCall | None:
         kernel = formulas("triton", "rotary").rotate, plan, plan.of_gradients(dtype)
     of_gradients = code + 2 * 4 * (DTYPE_CODE[plan.dtype or dtype] - DTYPE_CODE[dtype])
     launcher = _launcher(plan, dtype, table_dtype)
-    call: EagerCall = native().rotary_eager(launcher, code, of_gradients, kernel)  # type: ignore[union-attr]
-    return call
+    return native().rotary_eager(launcher, code, of_gradients, kernel)
 
 
 def rotate(

@@ -37,7 +37,7 @@ from ..reference.row_norm import (
 )
 from . import row_norm_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import EagerCall, eager_backward, eager_forward, matrix, reshaped, vector
+from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, matrix, reshaped, vector
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
@@ -186,9 +186,7 @@ class _RowNorm(torch.autograd.Function):
     backward = eager_backward("row_norm", _backward_of_any)
 
 
-# Calls the C++ apply directly; skips Function.apply's Python wrapper, which looks for functorch transforms (3 of 8 us):
-# tracing.py looks for them too.
-apply = super(torch.autograd.Function, _RowNorm).apply
+apply = direct_apply(_RowNorm)
 
 
 @cache
@@ -319,7 +317,7 @@ def deferred_norm(y: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, norm_b
     return result
 
 
-_apply_deferred = super(torch.autograd.Function, _DeferredNorm).apply
+_apply_deferred = direct_apply(_DeferredNorm)
 
 
 def _split_forward(arguments: tuple[Any, ...]) -> tuple[Operands, Tensor | None, RowNormPlan]:

@@ -44,7 +44,7 @@ def cuda_dtypes(dtypes: Dtypes, z_dtype: torch.dtype) -> Dtypes:
 
 @lru_cache(maxsize=4096)
 def forward_launcher(plan: RowNormPlan, dtypes: Dtypes) -> Launcher:
-    return native().row_norm_forward(  # type: ignore[union-attr]
+    return native().row_norm_forward(
         *(DTYPE_CODE[dtype] for dtype in (*dtypes, plan.z_dtype, plan.n_dtype, plan.y_dtype)),
         plan.norm,
         plan.center_z,
@@ -58,7 +58,7 @@ def forward_launcher(plan: RowNormPlan, dtypes: Dtypes) -> Launcher:
 def _backward_launcher(plan: RowNormPlan, wanted: Dtypes, weight: torch.dtype | None) -> Launcher:
     x, residual = wanted.x or plan.z_dtype, wanted.residual or plan.z_dtype
     dtypes = (x, residual, wanted.bias, wanted.weight or weight, wanted.norm_bias, plan.z_dtype, plan.y_dtype)
-    return native().row_norm_backward(  # type: ignore[union-attr]
+    return native().row_norm_backward(
         *(DTYPE_CODE[dtype] for dtype in dtypes), plan.norm, plan.weight_offset, plan.dropout_p
     )
 
@@ -67,10 +67,7 @@ def eager_call(plan: RowNormPlan, dtypes: Dtypes, returns_z: bool, defers_norm: 
     """Gives y, (y, z) where z is returned, or z without a norm. As forward of a Function it saves (z or x, mean, rstd,
     weight), rstd None where it is in one tensor with another one, see split_stats. defers_norm: y has no gradient."""
     launchers = forward_launcher(plan, dtypes), _backward_launcher(plan, dtypes, dtypes.weight)
-    call: EagerCall = native().row_norm_eager(  # type: ignore[union-attr]
-        *launchers, plan.store_z, plan.store_stats, returns_z, defers_norm
-    )
-    return call
+    return native().row_norm_eager(*launchers, plan.store_z, plan.store_stats, returns_z, defers_norm)
 
 
 def forward(operands: OperandTuple, rng: Rng | None, plan: RowNormPlan) -> OutputTuple:
@@ -121,7 +118,7 @@ def backward(operands: BackwardOperands, rng: Rng | None, plan: RowNormPlan, wan
     gradients = gradients_of(wanted, given, given.new_empty)
     device, stream = where(given)
     n_wanted = 3 - wanted[2:].count(None)
-    n_floats = native().row_norm_workspace(device, n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
+    n_floats = native().row_norm_workspace(device, n_rows, n_cols, n_wanted)
     workspace = given.new_empty(n_floats, dtype=torch.float32) if n_floats else None
     launch = _backward_launcher(plan, wanted, None if weight is None else weight.dtype)
     strides = dy_row_stride, dz_row_stride, z_row_stride

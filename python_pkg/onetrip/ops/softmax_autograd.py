@@ -18,7 +18,7 @@ from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxP
 from . import softmax_native
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
-from .common.native import EagerCall, eager_backward, eager_forward, in_memory, reshaped, rows
+from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, in_memory, reshaped, rows
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward
 
@@ -141,8 +141,7 @@ class _Softmax(torch.autograd.Function):
     backward = eager_backward("softmax", _backward_of_any)
 
 
-# As row_norm_autograd.apply: without the search for functorch transforms.
-apply = super(torch.autograd.Function, _Softmax).apply
+apply = direct_apply(_Softmax)
 
 
 def _dispatched(

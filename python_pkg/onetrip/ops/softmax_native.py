@@ -28,16 +28,12 @@ _NO_MASK = MaskLayout((), (), 0)
 
 @lru_cache(maxsize=4096)
 def _forward_launcher(plan: SoftmaxPlan, scores: torch.dtype, mask: torch.dtype | None, layout: MaskLayout) -> Launcher:
-    return native().softmax_forward(  # type: ignore[union-attr]
-        DTYPE_CODE[scores], plan.scale, plan.dropout_p, _MASK_CODE[mask], *layout
-    )
+    return native().softmax_forward(DTYPE_CODE[scores], plan.scale, plan.dropout_p, _MASK_CODE[mask], *layout)
 
 
 @lru_cache(maxsize=4096)
 def _backward_launcher(plan: SoftmaxPlan, dtype: torch.dtype, layout: MaskLayout) -> Launcher:
-    return native().softmax_backward(  # type: ignore[union-attr]
-        DTYPE_CODE[dtype], plan.scale, plan.dropout_p, layout.sizes, layout.strides
-    )
+    return native().softmax_backward(DTYPE_CODE[dtype], plan.scale, plan.dropout_p, layout.sizes, layout.strides)
 
 
 def eager_call(plan: SoftmaxPlan, code: int, layout: MaskLayout | None) -> EagerCall:
@@ -49,8 +45,7 @@ def eager_call(plan: SoftmaxPlan, code: int, layout: MaskLayout | None) -> Eager
         _forward_launcher(plan, scores, mask, layout or _NO_MASK),
         _backward_launcher(plan, scores, _NO_MASK),
     )
-    call: EagerCall = native().softmax_eager(*launchers, plan.causal, plan.store_p)  # type: ignore[union-attr]
-    return call
+    return native().softmax_eager(*launchers, plan.causal, plan.store_p)
 
 
 def _overwrites(tensor: Tensor) -> bool:
@@ -100,7 +95,7 @@ def backward(
     device, stream = where(dy)
     if wants_dmask:
         dmask = torch.empty((layout.n_mask_rows, n_cols), dtype=torch.float32, device=dy.device)
-        n_floats = native().softmax_workspace(device, n_rows, n_cols, layout.sizes, layout.strides)  # type: ignore[union-attr]
+        n_floats = native().softmax_workspace(device, n_rows, n_cols, layout.sizes, layout.strides)
         workspace = torch.empty(n_floats, dtype=torch.float32, device=dy.device)
     launch = _backward_launcher(plan, dy.dtype, layout)
     strided, outputs = (dy, dy_row_stride, p, p_row_stride), (dscores, dmask, workspace)

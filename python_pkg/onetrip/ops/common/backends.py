@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -56,7 +56,7 @@ class _Block:
 
 
 @functools.cache
-def native() -> ModuleType | None:
+def native() -> Any:
     """The compiled library onetrip._native, None where it was not built."""
     try:
         return importlib.import_module("onetrip._native")

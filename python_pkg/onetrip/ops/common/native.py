@@ -78,6 +78,12 @@ def eager_backward(name: str, otherwise: Callable[..., Any]) -> Any:
     return staticmethod(lambda ctx, *gradients: made(ctx, *gradients))  # compiled autograd takes Python functions alone
 
 
+def direct_apply(function: type[torch.autograd.Function]) -> Any:
+    """The C++ apply of a Function: skips Function.apply's Python wrapper, which looks for functorch transforms (3 of
+    8 us). Callers have looked for them: tracing.is_transformed."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 def _made_by_native(name: str) -> Any:
     made = getattr(native(), name, None)
     if made is None:
@@ -167,7 +173,7 @@ def cuda_error(function: str, device: torch.device, code: int, text: str) -> str
 
 def raise_error(function: str, tensor: Tensor, code: int) -> None:
     if tensor.is_cuda:
-        text = native().cuda_error_string(code)  # type: ignore[union-attr]
+        text = native().cuda_error_string(code)
         raise RuntimeError(cuda_error(function, tensor.device, code, text))
     if code == errno.ENOTSUP:  # row_norm only
         raise TypeError(
