@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import accumulator_dtype
-from .philox import Rng, dropout_scale, keep_mask
+from .philox import Rng, dropout
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "relu")
 """gelu is exact, by erf; relu2 is relu(x)^2."""
@@ -122,17 +122,6 @@ def _slope(x: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
     return 2.0 * torch.relu(x)
 
 
-def _dropped(values: Tensor, plan: GluPlan, rng: Rng | None) -> Tensor:
-    """values times the dropout's factors. Without rng what is dropped is 0 already."""
-    if plan.dropout_p == 0.0:
-        return values
-    scaled = values * dropout_scale(plan.dropout_p)
-    if rng is None:
-        return scaled
-    keep = keep_mask(tuple(values.shape), plan.dropout_p, rng, values.device)
-    return torch.where(keep, scaled, torch.zeros_like(scaled))
-
-
 def reads_result(plan: GluPlan, operands: OperandTuple) -> bool:
     """Whether backward takes forward's y in place of gate: relu(x) and what is kept of it tell the sign of x, and the
     next layer keeps y anyway."""
@@ -143,7 +132,7 @@ def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor
     """Returns y, of gate's dtype. rng: (seed, offset) of the dropout."""
     x, up = _bounded(*_operands(operands, plan), plan)
     y = _activation(x, plan.activation, plan.alpha)
-    return _dropped(y if up is None else y * up, plan, rng).to(operands.gate.dtype)
+    return dropout(y if up is None else y * up, plan.dropout_p, rng).to(operands.gate.dtype)
 
 
 def backward(
@@ -156,7 +145,7 @@ def backward(
     else:
         gate, factor = _operands(operands, plan)
     x, up = _bounded(gate, factor, plan)
-    gradient = _dropped(dy.to(x.dtype), plan, rng)
+    gradient = dropout(dy.to(x.dtype), plan.dropout_p, rng)
     dup = gradient * _activation(x, plan.activation, plan.alpha) if up is not None else None
     dx = gradient if up is None else gradient * up
     if plan.activation == "relu":  # where x is NaN the gradient passes, as in torch

@@ -68,3 +68,11 @@ def keep_mask(
     """Bool tensor: True where dropout keeps the element. Elements count in the contiguous order, from first_element."""
     count = math.prod(shape)
     return (random_bits(count, rng, device, first_element) >= dropout_threshold(p)).view(shape)
+
+
+def dropout(values: Tensor, p: float, rng: Rng | None) -> Tensor:
+    """rng None: what is dropped is 0 already."""
+    if p == 0.0:
+        return values
+    scaled = values * dropout_scale(p)
+    return scaled if rng is None else torch.where(keep_mask(tuple(values.shape), p, rng, values.device), scaled, 0.0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import accumulator_dtype
-from .philox import Rng, dropout_scale, keep_mask
+from .philox import Rng, dropout
 
 NORM_NONE, NORM_LAYER, NORM_RMS = 0, 1, 2  # as enum Norm in csrc/launch.h
 
@@ -136,21 +136,13 @@ def gradients_of(wanted: Dtypes, given: Tensor, make: Callable[..., Tensor]) -> 
     )
 
 
-def _dropped(values: Tensor, rng: Rng | None, plan: RowNormPlan) -> Tensor:
-    if plan.dropout_p == 0.0:
-        return values
-    assert rng is not None
-    keep = keep_mask(tuple(values.shape), plan.dropout_p, rng, values.device)
-    return torch.where(keep, values * dropout_scale(plan.dropout_p), 0.0)
-
-
 def forward(operands: Operands, rng: Rng | None, plan: RowNormPlan) -> Outputs:
     x, residual, bias, weight, norm_bias = operands
     acc = accumulator_dtype(plan.z_dtype)
     z = x.to(acc)
     if bias is not None:
         z = z + bias.to(acc)
-    z = _dropped(z, rng, plan)
+    z = dropout(z, plan.dropout_p, rng)
     if residual is not None:
         z = z + residual.to(acc)
     z = z.to(plan.z_dtype)  # the one rounding: what is normalised is what is stored
@@ -197,7 +189,7 @@ def backward(operands: BackwardOperands, rng: Rng | None, plan: RowNormPlan, wan
     if wanted.residual is not None:
         dresidual = g.to(wanted.residual)
     if wanted.x is not None or wanted.bias is not None:
-        g = _dropped(g, rng, plan)
+        g = dropout(g, plan.dropout_p, rng)
         dx = None if wanted.x is None else g.to(wanted.x)
         dbias = None if wanted.bias is None else g.sum(0).to(wanted.bias)
     return Gradients(dx, dresidual, dbias, dweight, dnorm_bias)
