@@ -18,6 +18,7 @@ from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, matrix, vector
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward
+from .glu_native import gradients_of
 
 
 def result_dtype(gate: Tensor, up: Tensor | None, bias: Tensor | None) -> torch.dtype:
@@ -146,16 +147,6 @@ def _matrices(operands: Operands) -> Operands:
     gate, up, bias = operands
     n_cols = gate.shape[-1]
     return Operands(matrix(gate, n_cols), matrix(up, n_cols), vector(bias))  # type: ignore[arg-type]
-
-
-def gradients_of(operands: Operands, wants: tuple[bool, bool, bool], make: Any) -> Gradients:
-    """The tensors that backward writes; make: torch.empty_like, or anything that is called like it."""
-    return Gradients(
-        *(
-            make(tensor, memory_format=torch.contiguous_format) if wanted and tensor is not None else None
-            for tensor, wanted in zip(operands, wants, strict=True)
-        )
-    )
 
 
 Call = tuple[Rng | None, EagerCall | None, GluPlan, str, torch.dtype]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, OperandTuple, reads_result
 from ..reference.philox import Rng
 from .common.backends import formulas, native
-from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, empty, raise_error, rows, vector, where
+from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, raise_error, rows, vector, where
 
 Columns = tuple[Tensor | None, int, int]
 """Columns of a tensor, as launchers read them: the first of them, and the row stride, in elements."""
@@ -85,22 +85,29 @@ def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Te
     return y
 
 
+def gradients_of(operands: Operands, wants: tuple[bool, bool, bool], make: Any) -> Gradients:
+    """The tensors that backward writes; make: torch.empty_like, or anything that is called like it."""
+    return Gradients(
+        *(
+            make(tensor, memory_format=torch.contiguous_format) if wanted and tensor is not None else None
+            for tensor, wanted in zip(operands, wants, strict=True)
+        )
+    )
+
+
 def backward(
     dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
 ) -> Gradients:
     """reference.glu.backward by the native library, for operands of any rank and strides; gradients are contiguous."""
     gate, up, bias = operands
-    wants_gate, wants_up, wants_bias = wants
     n_cols = dy.shape[-1]
     n_rows = dy.numel() // n_cols
     columns, up_columns = _gate_and_up(gate, up, plan, n_cols)
     dy, dy_stride = rows(dy, n_cols)
-    dgate = empty(gate, gate.is_contiguous(), gate.shape, gate.dtype) if wants_gate else None
-    dup = empty(up, up.is_contiguous(), up.shape, up.dtype) if wants_up and up is not None else None
-    dbias = workspace = None
+    dgate, dup, dbias = found = gradients_of(operands, wants, torch.empty_like)
+    workspace = None
     device, stream = where(dy)
-    if wants_bias and bias is not None:
-        dbias = torch.empty(n_cols, dtype=bias.dtype, device=dy.device)
+    if dbias is not None:
         n_floats = native().glu_workspace(n_rows, n_cols)
         workspace = torch.empty(n_floats, dtype=torch.float32, device=dy.device)
     if plan.gate_first is None:
@@ -114,4 +121,4 @@ def backward(
     code = launch(device, stream, n_rows, n_cols, *inputs, *outputs, dbias, workspace, rng)
     if code:
         raise_error("glu backward", dy, code)
-    return Gradients(dgate, dup, dbias)
+    return found

@@ -10,17 +10,7 @@ from torch import Tensor
 from ..reference.philox import Rng
 from ..reference.softmax import BackwardOperands, MaskLayout, OperandTuple, SoftmaxPlan
 from .common.backends import native
-from .common.native import (
-    DTYPE_CODE,
-    DTYPE_OF_DIGIT,
-    EagerCall,
-    Launcher,
-    empty,
-    in_memory,
-    raise_error,
-    rows,
-    where,
-)
+from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, in_memory, raise_error, rows, where
 
 _MASK_CODE = {**DTYPE_CODE, torch.bool: 3}  # enum MaskType in csrc/launch.h
 _NO_MASK = MaskLayout((), (), 0)
@@ -48,9 +38,12 @@ def eager_call(plan: SoftmaxPlan, code: int, layout: MaskLayout | None) -> Eager
     return native().softmax_eager(*launchers, plan.causal, plan.store_p)
 
 
-def _overwrites(tensor: Tensor) -> bool:
-    """The CPU kernels have read all of a row, or the same columns of it, when they write there."""
-    return tensor.is_cpu and tensor.is_contiguous() and in_memory(tensor) is tensor
+def _result(given: Tensor, may_overwrite: bool) -> Tensor:
+    """What a kernel writes: given itself, where it may be overwritten and can be. The CPU kernels have read all of a
+    row, or the same columns of it, when they write there."""
+    if may_overwrite and given.is_cpu and given.is_contiguous() and in_memory(given) is given:
+        return given
+    return torch.empty_like(given, memory_format=torch.contiguous_format)
 
 
 def forward(
@@ -59,12 +52,10 @@ def forward(
     """reference.softmax.forward by the native library. scores: any rank and strides; y, p: contiguous, shaped like
     scores. may_overwrite: y may take the memory of scores (where a fresh one would cost a page fault every 4 KiB)."""
     scores, mask, layout, n_queries = operands
-    shape = scores.shape
-    n_cols = shape[-1]
+    n_cols = scores.shape[-1]
     launch = _forward_launcher(plan, scores.dtype, None if mask is None else mask.dtype, layout or _NO_MASK)
-    given = scores
+    y = _result(scores, may_overwrite)
     scores, row_stride = rows(scores, n_cols)
-    y = given if may_overwrite and _overwrites(given) else empty(scores, scores is given, shape, scores.dtype)
     p = torch.empty_like(y) if plan.store_p else None
     device, stream = where(scores)
     n_rows = y.numel() // n_cols
@@ -81,16 +72,12 @@ def backward(
     """reference.softmax.backward by the native library. dy, p: any rank and strides; dscores: contiguous, shaped like
     dy. may_overwrite: dscores may take the memory of dy."""
     dy, p, layout, n_queries = operands
-    given, shape = dy, dy.shape
-    n_cols = shape[-1]
+    n_cols = dy.shape[-1]
     n_rows = dy.numel() // n_cols
     layout = layout or _NO_MASK
+    dscores = _result(dy, may_overwrite) if wants_dscores else None
     dy, dy_row_stride = rows(dy, n_cols)
     p, p_row_stride = rows(p, n_cols)
-    dscores = None
-    if wants_dscores:
-        overwrites = may_overwrite and _overwrites(given)
-        dscores = given if overwrites else torch.empty(shape, dtype=dy.dtype, device=dy.device)
     dmask = workspace = None
     device, stream = where(dy)
     if wants_dmask:

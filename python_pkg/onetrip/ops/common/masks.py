@@ -60,18 +60,14 @@ def mask_layout(
     return MaskLayout(tuple(sizes), tuple(steps), strides[-1])
 
 
+@lru_cache(maxsize=1024)
 def contiguous_layout(scores_shape: tuple[int, ...], mask_shape: tuple[int, ...]) -> MaskLayout:
     """The layout of a contiguous mask of that shape. One that moves along more dimensions than a layout has is taken
     as being shaped like the scores."""
-    return _contiguous_layout(tuple(scores_shape), tuple(mask_shape))
-
-
-@lru_cache(maxsize=1024)
-def _contiguous_layout(scores_shape: tuple[int, ...], mask_shape: tuple[int, ...]) -> MaskLayout:
     strides = []
     step = 1
     for size in reversed(mask_shape):
         strides.append(step)
         step *= size
     layout = mask_layout(scores_shape, mask_shape, tuple(reversed(strides)))
-    return layout if layout is not None else _contiguous_layout(scores_shape, scores_shape)
+    return layout if layout is not None else contiguous_layout(scores_shape, scores_shape)

@@ -129,14 +129,6 @@ def vector(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else in_memory(tensor).contiguous()
 
 
-def empty(like: Tensor, is_shaped: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An uninitialised contiguous tensor. is_shaped: `like` is contiguous and of this shape; empty_like then gives the
-    same in half the time."""
-    if is_shaped and like.dtype is dtype:
-        return torch.empty_like(like)
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
 def current_stream(index: int) -> int:
     """The address of a GPU's current stream."""
     return torch._C._cuda_getCurrentRawStream(index)
