@@ -118,7 +118,7 @@ def test_a_change_between_steps_does_what_a_new_plan_would(change: Callable[[Ada
             if step == 2:
                 change(optimizer)
             optimizer.step()
-        anew._lengths = []
+        anew._grouping = []
         for p, q in zip(_params(ours), _params(anew), strict=True):
             assert torch.equal(p, q), step
             assert all(torch.equal(ours.state[p][key], anew.state[q][key]) for key in anew.state[q]), step

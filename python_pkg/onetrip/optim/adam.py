@@ -76,13 +76,12 @@ class Adam8bit(torch.optim.Optimizer):
     _name: ClassVar[str] = "Adam8bit"  # in messages
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then hands over grad_scale and found_inf
     _options: Options | None = None
-    # What the last step took: tables, parameters, numbers of parameters, states, and who had no state.
+    # What the last step took: tables, parameters, what it read of the groups, states, and who had no state.
     _tables: list[StepTable] = []  # noqa: RUF012 (replaced, never changed in place)
     _params: list[Tensor] = []  # noqa: RUF012
-    _lengths: list[int] = []  # noqa: RUF012
+    _grouping: list[tuple[Any, ...]] = []  # noqa: RUF012
     _entries: list[State] = []  # noqa: RUF012
     _outside: list[int] = []  # noqa: RUF012
-    _roundings: list[tuple[Any, Any]] = []  # noqa: RUF012 (options of the groups)
     _indices: list[int] | None = None  # of parameters, where they are some of another optimizer's
     _max_grad_norm: float | None = None
     last_grad_norm: Tensor | None = None
@@ -204,9 +203,8 @@ class Adam8bit(torch.optim.Optimizer):
     def _prepare(self, params: list[Tensor]) -> bool:
         """Brings the tables up to date. False where they are of other parameters or states, or those have changed."""
         return (
-            list(map(len, self._lists())) == self._lengths
+            self._grouping_now() == self._grouping
             and all(map(is_, params, self._params))
-            and self._rounding_options() == self._roundings
             and len(self.state) == len(self._entries)
             and all(map(is_, self.state.values(), self._entries))
             and all(params[i].grad is None for i in self._outside)
@@ -218,7 +216,7 @@ class Adam8bit(torch.optim.Optimizer):
     def _rebuild(self, params: list[Tensor]) -> None:
         """New tables, of every parameter with a state or a gradient, and the states that are missing. Raises before
         anything has changed."""
-        group_of = [i for i, members in enumerate(self._lists()) for _ in members]
+        group_of = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
         names = self._names()
         new: dict[Tensor, State] = {}
 
@@ -255,17 +253,17 @@ class Adam8bit(torch.optim.Optimizer):
             table.prepare()
         self.state.update(new)
         inside = {id(params[i]) for i in known}
-        self._params, self._lengths = params, list(map(len, self._lists()))
-        self._roundings = self._rounding_options()
+        self._params, self._grouping = params, self._grouping_now()
         self._outside = [i for i, p in enumerate(params) if id(p) not in inside]
         self._tables = tables
         self._entries = list(self.state.values())
 
-    def _lists(self) -> list[list[Tensor]]:
-        return [group["params"] for group in self.param_groups]
-
-    def _rounding_options(self) -> list[tuple[Any, Any]]:
-        return [(group["master_weight_bits"], group["bf16_stochastic_round"]) for group in self.param_groups]
+    def _grouping_now(self) -> list[tuple[Any, ...]]:
+        """What tables depend on: where a group ends, and how its parameters are rounded."""
+        return [
+            (len(group["params"]), group["master_weight_bits"], group["bf16_stochastic_round"])
+            for group in self.param_groups
+        ]
 
     def _names(self) -> list[str]:
         """Name of every parameter in messages: its index in state_dict, and its name where params had names."""
@@ -455,7 +453,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._tables, self._params, self._lengths, self._entries, self._options = [], [], [], [], None
+        self._tables, self._params, self._grouping, self._entries, self._options = [], [], [], [], None
 
 
 class AdamW8bit(Adam8bit):
