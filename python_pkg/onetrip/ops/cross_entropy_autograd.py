@@ -16,8 +16,8 @@ from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from . import cross_entropy_linear as linear
 from . import cross_entropy_native
 from .common.backends import KERNEL_DTYPES, choose
-from .common.native import direct_apply, rows
-from .common.operators import filled, register, register_backward, register_gradients
+from .common.native import direct_apply, made_like, rows
+from .common.operators import filled, register, register_backward, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward, watched_as
 from .cross_entropy_linear import Linear, Wants
 
@@ -230,14 +230,7 @@ def _numbers(like: Tensor, *shape: Any) -> Tensor:
 
 
 def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: Any) -> tuple[Tensor, ...]:
-    operands = (hidden, weight, bias)
-    return filled(
-        hidden,
-        (
-            tensor.new_empty(tensor.shape) if tensor is not None and wanted else None
-            for tensor, wanted in zip(operands, wants, strict=True)
-        ),
-    )
+    return filled(hidden, made_like((hidden, weight, bias), wants, torch.empty_like))
 
 
 def _forward_fake(logits: Tensor, labels: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
@@ -291,7 +284,7 @@ def _autograd_reduced(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...
     if dloss is None:
         return (None,) * ctx.n_inputs
     *found, factors = ctx.saved_tensors
-    dhidden, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(found, ctx.wants, strict=True))
+    dhidden, dweight, dbias = unfilled(found, ctx.wants)
     if watched_as() is not None and found[0].dtype != torch.float16:  # a step's loss: LinearReduced multiplies by 1
         return dhidden, dweight, dbias, *([None] * (ctx.n_inputs - 3))
     return *linear.multiplied((dhidden, dweight, dbias), dloss, factors), *([None] * (ctx.n_inputs - 3))
@@ -309,8 +302,7 @@ def _autograd_rows(ctx: Any, dloss: Tensor, dentropy: Tensor | None) -> tuple[An
     found = torch.ops.onetrip.linear_cross_entropy_rows_backward(
         *ctx.saved_tensors, dloss, dentropy if ctx.wants_entropy else None, ctx.chunk_rows, wants, *ctx.plan
     )
-    gradients = [gradient if wanted else None for gradient, wanted in zip(found, wants, strict=True)]
-    return *gradients, *([None] * (3 + len(ctx.plan)))
+    return *unfilled(found, wants), *([None] * (3 + len(ctx.plan)))
 
 
 _PLAN = "int ignore_index, float label_smoothing, float softcap, float lse_square_scale, float scale"

@@ -15,10 +15,9 @@ from ..reference.glu import GluPlan, Gradients, Operands, reads_result
 from ..reference.philox import Rng
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, matrix, vector
-from .common.operators import filled, register, register_backward, register_gradients
+from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, made_like, matrix, vector
+from .common.operators import filled, register, register_backward, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward
-from .glu_native import gradients_of
 
 
 def result_dtype(gate: Tensor, up: Tensor | None, bias: Tensor | None) -> torch.dtype:
@@ -129,7 +128,7 @@ def _contiguous_gradients(
     """backward's gradients, contiguous."""
     gate, up, _ = operands
     if gate.numel() == 0:
-        return gradients_of(operands, wants, torch.zeros_like)
+        return Gradients(*made_like(operands, wants, torch.zeros_like))
     operands = _of_dtype(operands, dy.dtype)
     if backend == "cpu":
         dgate, dup, dbias = glu_native.backward(dy, operands, plan, wants, rng)
@@ -214,8 +213,8 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     operands, order = Operands(gate, up, bias), _memory_order(gate)
     if order is None or not _is_free(order, operands, GluPlan(*plan)):
-        return filled(dy, gradients_of(operands, wants, torch.empty_like))
-    found = gradients_of(_permuted(operands, order), wants, torch.empty_like)
+        return filled(dy, made_like(operands, wants, torch.empty_like))
+    found = Gradients(*made_like(_permuted(operands, order), wants, torch.empty_like))
     return filled(dy, _restored_gradients(found, order))
 
 
@@ -230,7 +229,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _autograd_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     wants = list(ctx.needs_input_grad[:3])
     found = torch.ops.onetrip.glu_backward(dy, *ctx.saved_tensors, wants, *ctx.plan)
-    dgate, *others = (gradient if wanted else None for gradient, wanted in zip(found, wants, strict=True))
+    dgate, *others = unfilled(found, wants)
     return (None if dgate is None else dgate.to(ctx.dtype), *others, None, *([None] * len(ctx.plan)))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, OperandTuple, reads_result
 from ..reference.philox import Rng
 from .common.backends import formulas, native
-from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, raise_error, rows, vector, where
+from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, made_like, raise_error, rows, vector, where
 
 Columns = tuple[Tensor | None, int, int]
 """Columns of a tensor, as launchers read them: the first of them, and the row stride, in elements."""
@@ -85,16 +85,6 @@ def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Te
     return y
 
 
-def gradients_of(operands: Operands, wants: tuple[bool, bool, bool], make: Any) -> Gradients:
-    """The tensors that backward writes; make: torch.empty_like, or anything that is called like it."""
-    return Gradients(
-        *(
-            make(tensor, memory_format=torch.contiguous_format) if wanted and tensor is not None else None
-            for tensor, wanted in zip(operands, wants, strict=True)
-        )
-    )
-
-
 def backward(
     dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
 ) -> Gradients:
@@ -104,7 +94,7 @@ def backward(
     n_rows = dy.numel() // n_cols
     columns, up_columns = _gate_and_up(gate, up, plan, n_cols)
     dy, dy_stride = rows(dy, n_cols)
-    dgate, dup, dbias = found = gradients_of(operands, wants, torch.empty_like)
+    dgate, dup, dbias = found = Gradients(*made_like(operands, wants, torch.empty_like))
     workspace = None
     device, stream = where(dy)
     if dbias is not None:

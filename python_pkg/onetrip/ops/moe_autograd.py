@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import direct_apply, in_memory, matrix
-from .common.operators import filled, register, register_backward, register_gradients
+from .common.native import direct_apply, in_memory, made_like, matrix
+from .common.operators import filled, register, register_backward, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward
 
 
@@ -38,11 +38,8 @@ def combine_backward(
     """reference.moe.combine_backward on any backend, for any strides and sizes; gradients are contiguous."""
     places, weights = places.contiguous(), in_memory(weights).contiguous()
     if places.numel() == 0 or y.numel() == 0:
-        made = (
-            tensor.new_zeros(tensor.shape) if wanted else None
-            for tensor, wanted in zip((y, weights), wants, strict=True)
-        )
-        return tuple(made)  # type: ignore[return-value]
+        dy, dweights = made_like((y, weights), wants, torch.zeros_like)
+        return dy, dweights
     found: tuple[Tensor | None, Tensor | None] = formulas(_torch_or(backend), "moe").combine_backward(
         _readable(dout), _readable(y), places, weights, wants
     )
@@ -142,8 +139,7 @@ def _combine_fake(y: Tensor, places: Tensor, weights: Tensor | None, dtype: torc
 def _combine_backward_fake(
     dout: Tensor, y: Tensor, places: Tensor, weights: Tensor, wants_y: bool, wants_weights: bool
 ) -> tuple[Tensor, ...]:
-    wanted = (y.new_empty(y.shape) if wants_y else None, weights.new_empty(weights.shape) if wants_weights else None)
-    return filled(y, wanted)
+    return filled(y, made_like((y, weights), (wants_y, wants_weights), torch.empty_like))
 
 
 def _dispatch_fake(x: Tensor, places: Tensor) -> Tensor:
@@ -162,7 +158,7 @@ def _autograd_combine(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         return torch.ops.onetrip.moe_dispatch(dout.to(ctx.dtype), places), None, None, None
     wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
     found = torch.ops.onetrip.moe_combine_backward(dout, others[0], places, others[1], *wants)
-    dy, dweights = (gradient if wanted else None for gradient, wanted in zip(found, wants, strict=True))
+    dy, dweights = unfilled(found, wants)
     return dy, None, dweights, None
 
 

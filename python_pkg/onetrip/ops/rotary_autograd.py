@@ -16,7 +16,7 @@ from ..reference.rotary import Operands, RotaryPlan, empty_adjacent
 from . import rotary_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, in_memory
-from .common.operators import filled, register, register_gradients
+from .common.operators import filled, register, register_gradients, unfilled
 from .common.tracing import have_storage
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -108,7 +108,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
     found = torch.ops.onetrip.rotary(*wanted, *ctx.saved_tensors, *ctx.of_gradients)
-    dq, dk = (None if grad is None else result for grad, result in zip(wanted, found, strict=True))
+    dq, dk = unfilled(found, (grad is not None for grad in wanted))
     return dq, dk, *[None] * 5
 
 

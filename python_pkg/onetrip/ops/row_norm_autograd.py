@@ -38,7 +38,7 @@ from ..reference.row_norm import (
 from . import row_norm_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, matrix, reshaped, vector
-from .common.operators import filled, register, register_backward, register_gradients
+from .common.operators import filled, register, register_backward, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
 
@@ -380,7 +380,7 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, *_: None)
 
 def _traced_backward(operands: BackwardOperands, rng: Any, plan: RowNormPlan, wanted: Dtypes) -> Gradients:
     gradients = torch.ops.onetrip.row_norm_backward(*operands, rng, *wanted, *plan)
-    return Gradients(*(None if dtype is None else g for g, dtype in zip(gradients, wanted, strict=True)))
+    return Gradients(*unfilled(gradients, wanted))
 
 
 _PLAN_SCHEMA = (

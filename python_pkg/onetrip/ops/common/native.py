@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -127,6 +127,13 @@ def matrix(tensor: Tensor | None, n_cols: int) -> Tensor | None:
 
 def vector(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else in_memory(tensor).contiguous()
+
+
+def made_like(operands: Iterable[Tensor | None], wants: Iterable[bool], make: Callable[..., Tensor]) -> Iterator[Any]:
+    """A contiguous tensor like each operand that is wanted, None for the others. make: torch.empty_like, or anything
+    that is called like it."""
+    for tensor, wanted in zip(operands, wants, strict=True):
+        yield make(tensor, memory_format=torch.contiguous_format) if wanted and tensor is not None else None
 
 
 def current_stream(index: int) -> int:

@@ -18,6 +18,11 @@ def filled(like: Tensor, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]
     return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
 
 
+def unfilled(tensors: Iterable[Tensor], wants: Iterable[object]) -> tuple[Tensor | None, ...]:
+    """The inverse: None for tensors that were not wanted."""
+    return tuple(tensor if wanted else None for tensor, wanted in zip(tensors, wants, strict=True))
+
+
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """An operator without gradients. run computes it on every device; fake allocates what run returns."""
 
