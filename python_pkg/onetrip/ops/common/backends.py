@@ -9,15 +9,13 @@ import ctypes
 import functools
 import importlib
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -46,13 +44,14 @@ _n_open = 0  # of use_backend's blocks: without any, nobody asks torch
 _counting = threading.Lock()
 
 
-@dataclass
-class _Block:
+class _Block(NamedTuple):
     """A with block of use_backend."""
 
     name: str
     thread: int
-    is_open: bool = True
+
+
+_block = functools.cache(_Block)  # kept for good, see _keep_in_torch
 
 
 @functools.cache
@@ -136,7 +135,7 @@ def use_backend(name: str) -> Iterator[None]:
     uses it too; there tasks that take turns in one thread share the block that was entered last."""
     global _n_open
     token = _local_choice.set(_checked("use_backend", name))
-    block, outside = _Block(name, threading.get_ident()), _block_in_torch()
+    block, outside = _block(name, threading.get_ident()), _block_in_torch()
     _keep_in_torch(block)
     with _counting:
         _n_open += 1
@@ -145,32 +144,14 @@ def use_backend(name: str) -> Iterator[None]:
     finally:
         with _counting:
             _n_open -= 1
-        block.is_open = False
         if _block_in_torch() is block:
-            _keep_in_torch(outside)
+            _keep_in_torch(outside if _n_open else None)
         _local_choice.reset(token)
 
 
-def _takes_the_callers_reference() -> bool:
-    """Whether torch keeps an object without a reference of its own, as it does up to 2.10: keeping another releases
-    it all the same."""
-    kept = object()
-    n_references = sys.getrefcount(kept)
-    torch._C._stash_obj_in_tls(_IN_TORCH, kept)
-    takes = sys.getrefcount(kept) == n_references
-    if takes:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
-    torch._C._stash_obj_in_tls(_IN_TORCH, None)
-    return takes
-
-
-_GIVES_A_REFERENCE = _takes_the_callers_reference()
-
-
 def _keep_in_torch(block: _Block | None) -> None:
-    if _GIVES_A_REFERENCE:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
+    """torch up to 2.10 takes no reference of its own, but releases one when it is given another object."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
     torch._C._stash_obj_in_tls(_IN_TORCH, block)
 
 
@@ -186,7 +167,7 @@ def _block_in_torch() -> _Block | None:
 def _of_the_callers_block() -> str | None:
     """The choice of the thread that called the backward in which this thread works."""
     block = _block_in_torch()
-    return None if block is None or not block.is_open or block.thread == threading.get_ident() else block.name
+    return None if block is None or block.thread == threading.get_ident() else block.name
 
 
 def _process_wide() -> str:
