@@ -291,8 +291,6 @@ class _DeferredNorm(torch.autograd.Function):
         needs_x, needs_weight, needs_norm_bias, *_ = ctx.needs_input_grad
         wanted = Dtypes(
             x=x.dtype if needs_x else None,
-            residual=None,
-            bias=None,
             weight=dtypes.weight if needs_weight else None,
             norm_bias=dtypes.norm_bias if needs_norm_bias else None,
         )

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,9 @@ def save(state_dict: dict[str, Any], path: Path) -> None:
     text += b" " * (-len(text) % 8)
     length = len(text).to_bytes(8, "little")
     digest = hashlib.sha256(length + text)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(length + text)
             for tensor in tensors.values():
                 on_host = tensor.detach().cpu().contiguous()
@@ -94,22 +94,15 @@ def save(state_dict: dict[str, Any], path: Path) -> None:
             file.write(text.replace(_NO_SUM.encode(), digest.hexdigest().encode()))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name, too, survives a loss of power
     finally:
         os.close(folder)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _read(file: Any, count: int) -> bytearray:

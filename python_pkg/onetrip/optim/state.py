@@ -86,18 +86,16 @@ def new_state(p: Tensor, is_8bit: bool) -> State:
     return dict(zip(_KEYS_8BIT, (step, *codes, *scales), strict=True))
 
 
-def _new_residual(part: Tensor, master_weight_bits: int | None) -> State:
-    if master_weight_bits is None or part.dtype.itemsize != 2:
-        return {}
-    return {RESIDUAL: torch.zeros(part.shape, dtype=RESIDUAL_DTYPES[master_weight_bits], device=part.device)}
-
-
 def fitted(p: Tensor, state: State, master_weight_bits: int | None) -> State:
     """The state with the residual that a parameter of its dtype and group has: 0 where it has none so far."""
-    if RESIDUAL not in state:
-        residual = _new_residual(sharding.local(p), master_weight_bits)
-        return state | residual if residual else state
-    return state if p.dtype.itemsize == 2 else {key: value for key, value in state.items() if key != RESIDUAL}
+    has_residual = RESIDUAL in state
+    if p.dtype.itemsize != 2:
+        return {key: value for key, value in state.items() if key != RESIDUAL} if has_residual else state
+    if has_residual or master_weight_bits is None:
+        return state
+    part = sharding.local(p)
+    dtype = RESIDUAL_DTYPES[master_weight_bits]
+    return state | {RESIDUAL: torch.zeros(part.shape, dtype=dtype, device=part.device)}
 
 
 def runs(p: Tensor, part: Tensor) -> Iterator[tuple[int, int, int, int]]:
