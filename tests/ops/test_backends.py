@@ -176,10 +176,12 @@ def test_blocks_that_overlap_leave_nothing_behind(order):
     for context, block in blocks.values():
         context.run(block.__enter__)
     assert backends._n_open == 2 and backends._block_in_torch().name == "cpu"
-    for name in order:
+    for name, left in zip(order, (order[1], None), strict=True):
         context, block = blocks[name]
         context.run(block.__exit__, None, None, None)
-    assert backends._n_open == 0 and backends._block_in_torch() is None
+        kept = backends._block_in_torch()
+        assert (kept and kept.name) == left
+    assert backends._n_open == 0
 
 
 _MANY_SCOPES = """
