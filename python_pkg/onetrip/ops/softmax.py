@@ -20,13 +20,15 @@ from ..reference import softmax as reference
 from ..reference.philox import Rng
 from ..reference.softmax import Operands, SoftmaxPlan
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import DTYPES, check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
+from .common.checks import DTYPES, check_dense, check_device, check_finite, check_probability, check_rows, raise_unknown
 from .common.masks import broadcasts, kernel_mask, mask_layout
 from .common.native import EagerCall, read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
 from .softmax_autograd import apply, forward
 from .softmax_native import eager_call
+
+_MASK_DTYPES = DTYPES | {torch.bool}
 
 
 def softmax(
@@ -141,18 +143,12 @@ def _check(
 
 
 def _check_mask(function: str, mask: Tensor, scores: Tensor) -> None:
-    check_tensor(function, "mask", mask)
-    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
-        raise TypeError(
-            f"{function}: mask must be bool, float32, float16, bfloat16 or float64, got {str(mask.dtype)[6:]}"
-        )
-    check_dense(function, "mask", mask)
+    check_dense(function, "mask", mask, _MASK_DTYPES, "bool, float32, float16, bfloat16 or float64")
     if not broadcasts(mask.shape, scores.shape):
         raise ValueError(
             f"{function}: mask must broadcast to the shape of scores, {tuple(scores.shape)}, got {tuple(mask.shape)}"
         )
-    if mask.device != scores.device:
-        raise ValueError(f"{function}: mask must be on the device of scores, {scores.device}, got {mask.device}")
+    check_device(function, "mask", mask, scores, "scores")
 
 
 def _composed(scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NoReturn
 
 import torch
@@ -42,12 +42,7 @@ def check_tensor(function: str, argument: str, tensor: object) -> None:
 
 def check_rows(function: str, argument: str, tensor: Tensor) -> None:
     """A strided floating-point tensor of rank 1 and up."""
-    check_tensor(function, argument, tensor)
-    if tensor.dtype not in DTYPES:
-        raise TypeError(
-            f"{function}: {argument} must be float32, float16, bfloat16 or float64, got {str(tensor.dtype)[6:]}"
-        )
-    check_dense(function, argument, tensor)
+    check_dense(function, argument, tensor, DTYPES, "float32, float16, bfloat16 or float64")
     if tensor.dim() == 0:
         raise ValueError(f"{function}: {argument} must have at least one dimension, got a 0-dimensional tensor")
 
@@ -57,17 +52,18 @@ def check_out_dtype(function: str, out_dtype: object) -> None:
         raise TypeError(f"{function}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}")
 
 
-def check_dense(function: str, argument: str, tensor: Tensor) -> None:
+def check_dense(function: str, argument: str, tensor: Tensor, dtypes: Collection[torch.dtype], names: str) -> None:
+    """A strided tensor of one of these dtypes. names: of them."""
+    check_tensor(function, argument, tensor)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{function}: {argument} must be {names}, got {str(tensor.dtype)[6:]}")
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else tensor.layout
         raise TypeError(f"{function}: {argument} must be a dense (strided) tensor, got {kind}")
 
 
 def check_int64(function: str, argument: str, tensor: Tensor) -> None:
-    check_tensor(function, argument, tensor)
-    if tensor.dtype != torch.int64:
-        raise TypeError(f"{function}: {argument} must be int64, got {str(tensor.dtype)[6:]}")
-    check_dense(function, argument, tensor)
+    check_dense(function, argument, tensor, (torch.int64,), "int64")
 
 
 def check_device(function: str, argument: str, tensor: Tensor, x: Tensor, name: str = "x") -> None:
