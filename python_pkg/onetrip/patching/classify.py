@@ -127,9 +127,9 @@ class Together:
             tuple(dict.fromkeys(each for part in rewrites for each in getattr(part, name)))
             for name in ("constants", "absorbed")
         )
-        sources = {part.method: part.source for part in rewrites}  # of one method the last, with all before it fused
-        (method, source), *others = sources.items()
-        return Rewrite(self.pattern, source, constants, absorbed, method, True, tuple(others))
+        # Of one method the last, with all before it fused.
+        sources = {name: source for part in rewrites for name, source in part.sources}
+        return Rewrite(self.pattern, tuple(sources.items()), constants=constants, absorbed=absorbed)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each computes the same as the original."""
@@ -227,14 +227,13 @@ class Classifier:
         parts: list[InForward] = []
         source, why, blocked = "", None, unsuitable(module)
         if isinstance(fused, (Attention, SoftmaxRegions)):
-            parts, rewrite = [fused], self.rewrite(module, fused)
-            source = rewrite.source
-            if rewrite.method != "forward":
+            parts, source = [fused], self.rewrite(module, fused).forward
+            if not source:
                 return parts, None
         elif isinstance(reading, Interface) and one_mask.PATTERN in self.wanted:
             mask = None if _replaced(module) or _in_float64(module) else reading.mask_site(module)
             if mask is not None:
-                parts, source = [mask], self.rewrite(module, mask).source
+                parts, source = [mask], self.rewrite(module, mask).forward
         n_attention = len(parts)
         in_order: list[tuple[Callable[[nn.Module, Forward], InForward | Unsuitable | None], bool]] = []
         if isinstance(reading, Interface) and reading.calls_library(module):
@@ -251,7 +250,7 @@ class Classifier:
                 why = blocked if is_sums else why
             elif part is not None:
                 parts.append(part)
-                source = self.rewrite(module, part).source
+                source = self.rewrite(module, part).forward
         if isinstance(fused, Unsuitable):
             return parts, fused
         return parts, why if reading is None or len(parts) > n_attention else None

@@ -48,7 +48,7 @@ class Dropout:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward as one operator call where the mask would be in memory."""
         source = "def forward(self, input):\n    return dropped(self, original, input)\n"
-        return Rewrite(PATTERN, source, (("dropped", _dropped),))
+        return Rewrite(PATTERN, around=source, constants=(("dropped", _dropped),))
 
     def verify(self, module: Any, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the operator computes what the module does with the same mask."""
@@ -180,7 +180,7 @@ def _source(cls: Any) -> str:
         if original is cls:
             return source
         rewrite: Rewrite = cls.__dict__["_onetrip_rewrite"]
-        for method, rewritten in ((rewrite.method, rewrite.source), *rewrite.others):
+        for method, rewritten in rewrite.replaced.items():
             source = source.replace(inspect.getsource(method_of(original, method)), "") + rewritten
         return source
     except (OSError, TypeError, ValueError):

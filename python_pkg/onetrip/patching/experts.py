@@ -229,15 +229,10 @@ class Experts:
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward that calls the rewritten function, around the class's own."""
+        inner: Rewrite = Rewrite(PATTERN) if self.other is None else self.other.rewrite(cls)
+        constants = (*inner.constants, ("experts_", self.experts))
         functions = ((self.experts.grouped.library, self.experts.grouped.source),)
-        outer = Rewrite(self.pattern, _FORWARD, (("experts_", self.experts),), functions=functions)
-        if self.other is None:
-            return outer
-        inner: Rewrite = self.other.rewrite(cls)
-        if inner.method == "forward":
-            return replace(inner, around=outer, functions=functions)
-        others = (inner.method, inner.source), *inner.others
-        return replace(outer, constants=(*outer.constants, *inner.constants), absorbed=inner.absorbed, others=others)
+        return replace(inner, around=_FORWARD, constants=constants, functions=functions)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless a few small experts have the outputs and gradients that they have in the

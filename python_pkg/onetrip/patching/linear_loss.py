@@ -368,20 +368,17 @@ class VocabularyLoss:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward in which the logits are deferred or watched."""
         if self.labels_at is None:
-            return Rewrite(self.pattern, _HEAD, (("head_output_", head_output),))
+            return Rewrite(self.pattern, around=_HEAD, constants=(("head_output_", head_output),))
         names = (
             *(("computes_loss_", computes_loss), ("labels_at_", self.labels_at), ("computing_loss_", computing_loss)),
             *(("plain_outputs_", plain_outputs), ("keeps_logits_", self.pattern == CROSS_ENTROPY)),
         )
-        model = Rewrite(self.pattern, _MODEL, names)
-        rewrite = None if self.other is None else self.other.rewrite(cls)
-        if rewrite is None or rewrite.method != "forward":
-            return model
-        return replace(rewrite, pattern=self.pattern, around=model)
+        inner: Rewrite = Rewrite(self.pattern) if self.other is None else self.other.rewrite(cls)
+        return replace(inner, pattern=self.pattern, around=_MODEL, constants=(*inner.constants, *names))
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless a small layer's loss and gradients are those of its logits."""
-        if rewrite.around is not None:
+        if self.other is not None:
             self.other.verify(module, rewrite)
         device, dtype = kind_of(module)
         labels = torch.tensor([0, 10, -100, 3, 3, -100, 5], device=device)

@@ -130,7 +130,7 @@ def forward(self, {", ".join((x, self.gate) if self.gate else (x,))}):
     count_fused(self)
     return {call}
 """
-        return Rewrite(self.pattern, source, tuple(constants.items()))
+        return Rewrite(self.pattern, around=source, constants=tuple(constants.items()))
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the rewritten forward computes the same as the original."""

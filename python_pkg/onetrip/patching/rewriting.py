@@ -31,7 +31,7 @@ class Rewriting(ast.NodeTransformer):
         """The rewritten forward as a Rewrite."""
         source = self.source()  # names the constants that it uses
         constants = tuple(self.constants.items())
-        return Rewrite(pattern, source, constants, tuple(absorbed), self.method, in_module=True)
+        return Rewrite(pattern, ((self.method, source),), constants=constants, absorbed=tuple(absorbed))
 
     def put_call(self, call: ast.Call, name: str, *more: str) -> None:
         """name(self, function, more, ...) in place of function(...). more: expressions."""

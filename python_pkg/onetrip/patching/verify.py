@@ -46,10 +46,10 @@ def verify_forward(module: nn.Module, rewrite: Rewrite, width: int, n_inputs: in
     cls = original_class(type(module))
     leading = [size for size in (2, 3, 4, 5, 6) if size != width][:3]
     shapes = {rank: {f"input {i}": (*leading[: rank - 1], width) for i in range(n_inputs)} for rank in (4, 3)}
-    rewritten = rewrite.compile(cls, {"count_fallback": reject_fallback})
+    rewritten = rewrite.methods(cls, {"count_fallback": reject_fallback})["forward"]
     for rank, mode in ((4, " of rank 4"), (3, "")):
         check_function(rewritten, cls.forward, shapes[rank], device, dtype, mode, partial(clone, module))
-    original, fused = (partial(each, clone(module).eval()) for each in (cls.forward, rewrite.compile(cls)))
+    original, fused = (partial(each, clone(module).eval()) for each in (cls.forward, rewrite.methods(cls)["forward"]))
     check_autocast(fused, original, [x.to(device, dtype) for x in drawn(shapes[3]).values()])
 
 
