@@ -11,7 +11,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.forward import Forward, read_forward
-from onetrip.patching.rotary import Rotations, read_rotations
+from onetrip.patching.rotary import FoundRotation, read_rotations
 from torch import Tensor, nn
 
 BATCH, POSITIONS, HEADS, HEAD_DIM = 2, 5, 4, 8
@@ -285,9 +285,7 @@ def test_who_reads_the_results(expected: bool, bodies: dict[str, str]) -> None:
         source = "def forward(self, q, k, v, cos, sin, cache):\n" + "".join(f"    {line}\n" for line in lines)
         forward = read_forward(Llama.forward, source)
         assert isinstance(forward, Forward)
-        rotations = read_rotations(forward)
-        assert rotations is not None
-        found[name] = [each.caches is not None for each in rotations.found]
+        found[name] = [each.caches is not None for each in read_rotations(forward)]
     assert found == {name: [expected] for name in bodies}
 
 
@@ -413,13 +411,13 @@ def with_impure_helper(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 def test_what_resembles_a_rotation_is_none(function: Callable[..., Pair]) -> None:
     source = f"def forward(self, q, k, cos, sin):\n    return {function.__name__}(q, k, cos, sin)\n"
 
-    def read(source: str) -> Rotations | None:
+    def read(source: str) -> list[FoundRotation]:
         forward = read_forward(Llama.forward, source)
         assert isinstance(forward, Forward)
         return read_rotations(forward)
 
-    assert read(source.replace(function.__name__, "llama")) is not None
-    assert read(source) is None and not calls
+    assert read(source.replace(function.__name__, "llama"))
+    assert not read(source) and not calls
 
 
 def test_a_function_exchanged_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,8 +102,7 @@ def parts(body: str) -> list[bool]:
     source = "def forward(self, q, k, cos, sin):\n" + "".join(f"    {line}\n" for line in body.splitlines())
     forward = read_forward(InPart.forward, source)
     assert isinstance(forward, Forward)
-    rotations = read_rotations(forward)
-    return [] if rotations is None else [each.part is not None for each in rotations.found]
+    return [each.part is not None for each in read_rotations(forward)]
 
 
 def test_statements_that_are_part_of_a_rotation() -> None:

@@ -234,11 +234,11 @@ class Experts:
         functions = ((self.experts.grouped.library, self.experts.grouped.source),)
         return replace(inner, around=_FORWARD, constants=constants, functions=functions)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a few small experts have the outputs and gradients that they have in the
         library's function."""
         if self.other is not None:
-            self.other.verify(module, rewrite)
+            self.other.verify(module)
         device, dtype = kind_of(module)
         index = torch.tensor([[0, 2], [2, 1], [0, 1], [2, 0], [1, 2]], device=device)
         inputs = {"hidden": (5, 8), "weights": (5, 2), "up": (3, 8, 8), "down": (3, 8, 8)}

@@ -132,8 +132,9 @@ def forward(self, {", ".join((x, self.gate) if self.gate else (x,))}):
 """
         return Rewrite(self.pattern, around=source, constants=tuple(constants.items()))
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless the rewritten forward computes the same as the original."""
+        rewrite = self.rewrite(original_class(type(module)))
         verify_forward(module, rewrite, n_cols_of(module), n_inputs=2 if self.gate else 1)
 
 

@@ -107,7 +107,7 @@ class PassesOn(InAMethod):
 def test_weights_that_a_method_returns_to_the_forward(cls: type[nn.Module], expected: bool) -> None:
     found = softmax_regions.read_softmax_regions(cls)
     assert isinstance(found, softmax_regions.SoftmaxRegions) and found.forward.method == "attend"
-    assert [region.for_products for _, _, region in found.found] == [expected]
+    assert [region.for_products for _, _, region in found.chosen] == [expected]
 
 
 def test_the_next_statement_on_a_line_reads_the_weights() -> None:

@@ -29,10 +29,10 @@ from ...ops.attention import saturated_mask
 from ...ops.common.backends import HALF, KERNEL_DTYPES
 from ...ops.common.tracing import is_transformed
 from .. import calls
-from ..classes import Rewrite, method_of
+from ..classes import method_of
 from ..forward import Forward, read_forward
 from ..report import Unsuitable
-from ..rewriting import Rewriting
+from ..rewriting import InForward, Rewriting
 from ..source import Inliner, calls_in, first_match, indented
 from ..verify import RNG, MaskedDropout, check_function, kind_of
 from .eager import PATTERN
@@ -79,33 +79,28 @@ class Region:
     """0.0 if there is no dropout."""
 
 
-@dataclass(frozen=True)
-class SoftmaxRegions:
-    """A forward with softmax regions: every instance of its class is a site."""
+class SoftmaxRegions(InForward):
+    """A forward, or a method, with softmax regions: every instance of its class is a site.
 
-    forward: Forward
-    """The forward, or the method that holds them."""
-    found: tuple[tuple[ast.AST, str, Region], ...]
-    """(node, the field of the node that holds the statements, region)."""
-    pattern = PATTERN
-    detail = ""
+    chosen: (node, the field of the node that holds the statements, region).
+    """
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with its regions fused."""
-        rewriting = Rewriting(self.forward)
-        for node, name, region in reversed(self.found):
+    patterns = (PATTERN,)
+
+    def put(self, rewriting: Rewriting) -> None:
+        """The fused calls before the statements of the regions, which run where those do not fit."""
+        for node, name, region in reversed(self.chosen):
             block = getattr(rewriting.copy_of(node), name)
             block[region.start : region.stop] = ast.parse(_source(region, region.statements)).body
         rewriting.constants.update(NAMES)
-        return rewriting.rewrite(PATTERN)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless the fused call computes a region's softmax, with its mask and dropout."""
         device, dtype = kind_of(module)
         scores, bias = (2, 4, 3, 5), (1, 4, 3, 5)
         padding = torch.zeros(2, 1, 1, 5, device=device)
         padding[1, ..., 3:] = torch.finfo(torch.float32).min
-        has_mask = any(region.masks for _, _, region in self.found)
+        has_mask = any(region.masks for _, _, region in self.chosen)
         with MaskedDropout():
             for p in (0.0, 0.25):
                 mode = " with dropout" if p else ""
@@ -115,7 +110,7 @@ class SoftmaxRegions:
                     check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, f"{mode} with bias")
                     fused, unfused = partial(fused, padding=padding), partial(unfused, padding=padding)
                     check_function(fused, unfused, {"scores": scores}, device, dtype, f"{mode} with padding")
-                    if any(len(region.masks) > 1 for _, _, region in self.found):
+                    if any(len(region.masks) > 1 for _, _, region in self.chosen):
                         mode += " with bias and padding"
                         check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, mode)
 

@@ -180,7 +180,7 @@ class TiedEmbedding:
     def rewrite(self, cls: type) -> Rewrite:
         return self.rewritten
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small tied pair has the outputs and gradients that it has apart."""
         device, dtype = kind_of(module)
         ids = torch.tensor([[3, 0, 3], [7, 7, 3]], device=device)

@@ -15,13 +15,12 @@ linked to it at run time (links.py). A dropout or a bias at the end of a child m
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from torch import nn
 
 from ..classes import Rewrite
-from ..forward import Forward
-from .choose import PATTERNS, Choice, choose_sums
+from ..rewriting import InForward
+from .choose import PATTERNS, choose_sums
 from .read import read_sums
 from .rewrite import rewrite_sums
 from .verify import verify_sum
@@ -29,12 +28,10 @@ from .verify import verify_sum
 __all__ = ["PATTERNS", "ResidualSums", "choose_sums", "read_sums"]
 
 
-@dataclass(frozen=True)
-class ResidualSums:
+class ResidualSums(InForward):
     """A module whose forward has sums to fuse, as a site."""
 
-    forward: Forward
-    chosen: tuple[Choice, ...]
+    patterns = PATTERNS
 
     @property
     def pattern(self) -> str:
@@ -51,7 +48,7 @@ class ResidualSums:
         """The forward with its sums fused."""
         return rewrite_sums(self.pattern, self.forward, self.chosen)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless each sum, fused, computes what torch's operators compute."""
         for choice in self.chosen:
             verify_sum(module, choice)
