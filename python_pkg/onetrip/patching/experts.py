@@ -110,7 +110,7 @@ def read_experts(cls: type) -> GroupedExperts | Unsuitable | None:
     found: dict[str, Any] = {}
     if tree is None or len(tree.body) != len(_WRAPPER):
         return None
-    if not all(_matches(text, each, found) for text, each in zip(_WRAPPER, tree.body, strict=True)):
+    if not all(matches(_statement(text), each, found) for text, each in zip(_WRAPPER, tree.body, strict=True)):
         return None
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
     name = getattr(found["INTERFACE"], "id", "")
@@ -148,7 +148,7 @@ def _source(forward: Forward) -> str | Unsuitable:
     for text in (*_BEFORE, _SORT, _SELECT, _SORT_WEIGHTS, *_TAIL):
         for position in range(start, len(tree.body)):
             tried = dict(found)
-            if _matches(text, tree.body[position], tried):
+            if matches(_statement(text), tree.body[position], tried):
                 found, at[text], start = tried, position, position + 1
                 break
         else:
@@ -188,16 +188,6 @@ def _source(forward: Forward) -> str | Unsuitable:
 
 def _statement(text: str) -> ast.stmt:
     return ast.parse(text).body[0]
-
-
-def _matches(text: str, statement: ast.stmt, found: dict[str, ast.expr]) -> bool:
-    """source.matches of statements: a name is the same one where it is bound and where it is read."""
-    pattern, statement = _statement(text), deep_copy(statement)
-    for tree in (pattern, statement):
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Name, ast.Subscript, ast.Tuple)):
-                node.ctx = ast.Load()
-    return matches(pattern, statement, found)
 
 
 def _is_bound(statement: ast.stmt, name: str) -> bool:
