@@ -43,6 +43,12 @@ def forget_with(owner: nn.Module, table: dict[Any, Any], key: Any) -> None:
     weakref.finalize(owner, table.pop, key, None).atexit = False
 
 
+def forgetting(x: Tensor, table: dict[int, Any]) -> weakref.ref[Tensor]:
+    """A reference to x that removes id(x) from a table when x is gone."""
+    key = id(x)
+    return weakref.ref(x, lambda _: table.pop(key, None))
+
+
 def counter_of(module: nn.Module) -> list[int]:
     """The module's counter, created at first use and deleted with the module."""
     counter = _counters.get(id(module))

@@ -259,10 +259,8 @@ def _is_exact(constant: Tensor, dtype: torch.dtype) -> bool:
         return False
     known = _exact.get(id(constant))
     if known is None or known[0]() is not constant or known[1:3] != (constant._version, dtype):
-        key = id(constant)
-        reference = weakref.ref(constant, lambda _: _exact.pop(key, None))
         is_exact = torch.equal(constant.to(dtype).to(constant.dtype), constant)
-        known = _exact[key] = reference, constant._version, dtype, is_exact
+        known = _exact[id(constant)] = calls.forgetting(constant, _exact), constant._version, dtype, is_exact
     return known[3]
 
 
