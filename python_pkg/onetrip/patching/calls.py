@@ -109,6 +109,11 @@ def is_plain(module: nn.Module, expected: type) -> bool:
     )
 
 
+def is_plain_dropout(dropout: Any) -> bool:
+    """Whether calling it is functional.dropout with its p, in training."""
+    return is_plain(dropout, nn.Dropout) and not dropout.inplace
+
+
 def is_followed() -> bool:
     """Whether a compiler, torch.jit.trace or a transform of torch.func follows the call."""
     return torch.compiler.is_compiling() or is_jit_tracing() or is_transformed()
@@ -221,7 +226,7 @@ class Branch(NamedTuple):
 
 def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
     """x + bias with the module's dropout still to be done; done already where it is not a plain nn.Dropout."""
-    if is_plain(dropout, nn.Dropout) and not dropout.inplace:
+    if is_plain_dropout(dropout):
         return Branch(x, bias, dropout.p if dropout.training else 0.0)
     return Branch(dropout(x if bias is None else x + bias), None, 0.0)
 

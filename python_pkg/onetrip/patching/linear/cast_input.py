@@ -96,11 +96,14 @@ class CastInputs(InForward):
                 raise VerificationError("autocast does not cast back what a linear layer reads")
 
 
+def is_cast_back(dense: Any, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether dense reads x itself of x.to(dtype), because autocast casts that back."""
+    return dtype == torch.float32 and calls.autocast_dtype(x) == x.dtype and calls.is_plain_linear(dense)
+
+
 def cast_input(module: nn.Module, dense: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     """x.to(dtype); x itself where dense, which alone reads it, casts that back to x."""
-    if torch.compiler.is_compiling() or dtype != torch.float32 or calls.autocast_dtype(x) != x.dtype:
-        return x.to(dtype)
-    if not calls.is_plain_linear(dense):
+    if torch.compiler.is_compiling() or not is_cast_back(dense, x, dtype):
         return x.to(dtype)
     calls.count_fused(module)
     return x

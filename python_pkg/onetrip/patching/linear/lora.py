@@ -26,6 +26,7 @@ from ..forward import Forward, Place, assigned_name, child_at, n_reads, places
 from ..rewriting import InForward, Rewriting
 from ..source import first_match, is_same
 from ..verify import check_function, kind_of
+from .cast_input import is_cast_back
 from .readers import SharedInput
 
 PATTERN = "lora"
@@ -94,16 +95,9 @@ class Adapter(SharedInput):
 
     def cast(self, method: Callable[..., Any], x: Any, dense: Any, dropout: Any) -> Any:
         """method(x, dense.weight.dtype); x as it is where autocast gives dense(dropout(x)) the same operand."""
-        if (
-            isinstance(x, Tensor)
-            and calls.is_autocasting(x)
-            and x.dtype == torch.get_autocast_dtype(x.device.type)
-            and calls.is_plain_linear(dense)
-            and dense.weight.dtype == torch.float32
-            and (is_plain(dropout, nn.Identity) or is_plain(dropout, nn.Dropout))
-        ):
-            return x
-        return method(x, dense.weight.dtype)
+        keeps_dtype = is_plain(dropout, nn.Identity) or is_plain(dropout, nn.Dropout)
+        dtype = dense.weight.dtype
+        return x if isinstance(x, Tensor) and keeps_dtype and is_cast_back(dense, x, dtype) else method(x, dtype)
 
     def down(self, dense: Any, dropout: Any, x: Any) -> Any:
         """dense(dropout(x))."""

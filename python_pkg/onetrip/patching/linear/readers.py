@@ -214,7 +214,7 @@ def _redrawing(dropout: Any, x: Any) -> Dropout | None:
     """A plain nn.Dropout by a mask drawn now; None for others, and where a mask is drawn as a graph runs."""
     if calls.is_followed() or not isinstance(x, Tensor):
         return None
-    if not calls.fits(x) or not calls.is_large(x) or not is_plain(dropout, nn.Dropout) or dropout.inplace:
+    if not calls.fits(x) or not calls.is_large(x) or not calls.is_plain_dropout(dropout):
         return None
     rng = (0, 0) if isinstance(x, FakeTensor) else draw_rng(x.device)  # a fake tensor has no values
     if isinstance(rng, Tensor) or not 0.0 < dropout.p < 1.0:
