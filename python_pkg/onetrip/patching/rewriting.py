@@ -21,7 +21,7 @@ class Rewriting(ast.NodeTransformer):
         self.method, self.own, self.tree = forward.method, forward.self_name, deep_copy(forward.tree)
         self.copies: dict[int, Any] = dict(zip(map(id, ast.walk(forward.tree)), ast.walk(self.tree), strict=True))
         self.constants: dict[str, Any] = {}
-        self.replaced: dict[int, Callable[[], ast.expr]] = {}
+        self.replaced: dict[int, Callable[[], ast.expr | list[ast.stmt]]] = {}
         self.removed: set[int] = set()
         self.added_targets: dict[int, str] = {}
 
@@ -61,10 +61,10 @@ class Rewriting(ast.NodeTransformer):
         """A part of the expression in place of all of it."""
         self.replace(expression, lambda: self.visit(self.copy_of(part)))
 
-    def replace(self, expression: ast.expr, made: Callable[[], ast.expr]) -> None:
-        """What made() returns in place of the expression. It is called when the copy is written: what it visits is
-        rewritten then."""
-        self.replaced[id(self.copy_of(expression))] = made
+    def replace(self, node: ast.expr | ast.stmt, made: Callable[[], ast.expr | list[ast.stmt]]) -> None:
+        """What made() returns in place of the expression, or of the statement. It is called when the copy is written:
+        what it visits is rewritten then."""
+        self.replaced[id(self.copy_of(node))] = made
 
     def remove(self, *statements: ast.stmt) -> None:
         self.removed.update(id(self.copy_of(each)) for each in statements)

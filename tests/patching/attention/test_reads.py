@@ -75,7 +75,7 @@ def test_who_reads_the_weights(expected: bool, bodies: dict[str, str]) -> None:
         forward = read_forward(Attention.forward, source)
         assert isinstance(forward, Forward)
         regions = softmax_regions._regions(forward, Inliner(forward.globals, {}))
-        found[name] = [region.for_products for _, _, region in regions]
+        found[name] = [region.for_products for region in regions]
     assert found == {name: [expected] for name in bodies}
 
 
@@ -107,7 +107,7 @@ class PassesOn(InAMethod):
 def test_weights_that_a_method_returns_to_the_forward(cls: type[nn.Module], expected: bool) -> None:
     found = softmax_regions.read_softmax_regions(cls)
     assert isinstance(found, softmax_regions.SoftmaxRegions) and found.forward.method == "attend"
-    assert [region.for_products for _, _, region in found.chosen] == [expected]
+    assert [region.for_products for region in found.chosen] == [expected]
 
 
 def test_the_next_statement_on_a_line_reads_the_weights() -> None:
@@ -119,7 +119,7 @@ def test_the_next_statement_on_a_line_reads_the_weights() -> None:
     forward = read_forward(Attention.forward, source)
     assert isinstance(forward, Forward)
     regions = softmax_regions._regions(forward, Inliner(forward.globals, {}))
-    assert [region.for_products for _, _, region in regions] == [False]
+    assert [region.for_products for region in regions] == [False]
 
 
 class OfValues(Attention):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import linecache
 import math
 from typing import Any
@@ -45,9 +44,9 @@ def regions_of(*statements: str) -> list[tuple[tuple[str, ...], str]]:
     exec(compile(source, "<regions>", "exec"), scope)
     found = read_softmax_regions(type("Written", (TwoMasks,), {"forward": scope["forward"]}))
     assert isinstance(found, SoftmaxRegions)
-    for _, _, region in found.chosen:  # no more statements than those that it takes the place of
-        assert len(ast.parse(region.statements).body) == len(region.masks) + (region.scale != "1.0") + 2
-    return [(region.masks, region.scale) for _, _, region in found.chosen]
+    for region in found.chosen:  # no more statements than those that it takes the place of
+        assert len(region.statements) == len(region.masks) + (region.scale != "1.0") + 2
+    return [(region.masks, region.scale) for region in found.chosen]
 
 
 SCALED, BIASED, MASKED = "scores = scores / math.sqrt(self.size)", "scores = scores + bias", "scores = scores + mask"

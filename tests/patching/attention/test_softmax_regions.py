@@ -165,10 +165,10 @@ class InALoop(Attention):
 
 
 def test_scale_and_mask_go_into_the_call() -> None:
-    (region,) = (found for _, _, found in read_softmax_regions(Attention).chosen)  # type: ignore[union-attr]
+    (region,) = read_softmax_regions(Attention).chosen  # type: ignore[union-attr]
     assert region.scale == "1.0 / (math.sqrt(self.size))"
     assert region.masks == ("attention_mask if attention_mask is not None else None",)
-    assert len(region.statements.splitlines()) == 5
+    assert len(region.source.splitlines()) == 5
 
 
 def test_dropout_follows_the_module_and_its_seed(scores: Tensor, mask: Tensor) -> None:
@@ -197,7 +197,7 @@ def test_probabilities_read_before_dropout_are_fused_only_without_it(scores: Ten
 
 
 def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor) -> None:
-    (region,) = (found for _, _, found in read_softmax_regions(ScoresReadLater).chosen)  # type: ignore[union-attr]
+    (region,) = read_softmax_regions(ScoresReadLater).chosen  # type: ignore[union-attr]
     assert region.masks == ()
     module = ScoresReadLater(0.0)
     assert patch_model(module, patterns=[PATTERN]).patched
