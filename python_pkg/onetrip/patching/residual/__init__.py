@@ -22,7 +22,7 @@ from ..classes import Rewrite
 from ..rewriting import InForward
 from .choose import PATTERNS, choose_sums
 from .read import read_sums
-from .rewrite import rewrite_sums
+from .rewrite import SumRewriting
 from .verify import verify_sum
 
 __all__ = ["PATTERNS", "ResidualSums", "choose_sums", "read_sums"]
@@ -46,7 +46,11 @@ class ResidualSums(InForward):
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward with its sums fused."""
-        return rewrite_sums(self.pattern, self.forward, self.chosen)
+        rewriting = SumRewriting(self.forward)
+        for index, choice in enumerate(self.chosen):
+            rewriting.put_sum(index, choice)
+        norms = {choice.norm[0] for choice in self.chosen if choice.norm is not None}
+        return rewriting.rewrite(self.pattern, sorted(path for path in norms if "." not in path))
 
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless each sum, fused, computes what torch's operators compute."""

@@ -111,7 +111,7 @@ def open_tail(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
     rewriting = SumRewriting(forward)
     for (value, _), operand in zip(returns.found, operands, strict=True):
         if operand is not None:
-            rewriting.put_branch(value, operand)
+            rewriting.replace(value, rewriting.branch(operand))
     source, names = rewriting.source(), dict(returns.constants) | rewriting.constants
     function = define(forward.function, source, names, "forward", "dropout_add")
     if forward.method == "forward":
