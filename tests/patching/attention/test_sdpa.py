@@ -194,7 +194,7 @@ def test_causal_without_a_mask_is_traced() -> None:
     """Sizes are tensors then, and whether there is more than one query is one, too."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    fused = EagerFunction(sdpa_attention_forward, SDPA, True, False, False, False).compile()
+    fused = EagerFunction(sdpa_attention_forward, SDPA, frozenset(), is_sdpa=True).compile()
 
     def causal(query: Tensor) -> Tensor:
         return fused(nn.Module(), query, query, query, None, is_causal=True, scaling=0.5)[0]

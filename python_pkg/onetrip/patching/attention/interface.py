@@ -277,7 +277,7 @@ def _sdpa() -> Any:
 def sdpa_function(function: Any) -> EagerFunction:
     """transformers' sdpa function, to be fused as SDPA says."""
     takes_bias = "position_bias" in inspect.signature(function).parameters  # since transformers 5
-    return EagerFunction(function, SDPA, True, False, takes_bias, False, returns_weights=False, has_bool_mask=True)
+    return EagerFunction(function, SDPA, frozenset(("mask", "bias") if takes_bias else ("mask",)), is_sdpa=True)
 
 
 @dataclass(frozen=True)
