@@ -270,14 +270,13 @@ class _Prober:
     ) -> Tensor:
         gates = self._gates(self.x if x is None else x, x_dtype)
         x = self._to(self.x if x is None else x, x_dtype)
-        names = {"module": self.module, "x": x, "finfo": torch.finfo, "float32": torch.float32}
         result: Tensor = ops.bias_dropout_residual_norm(
             x,
             None,
             None if spec.weight is None else self._to(self.values[spec.weight], weight_dtype),
             None if spec.bias is None else self._to(self.values[spec.bias], weight_dtype),
             norm=spec.kind,
-            eps=eval(spec.eps, names),
+            eps=spec.eps_value(self.module, x_dtype),
             weight_offset=spec.weight_offset,
             cast_before_weight=spec.cast_before_weight,
         )
