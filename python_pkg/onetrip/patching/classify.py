@@ -20,7 +20,6 @@ from .activations import (
     Activations,
     FoundActivation,
     choose_activations,
-    read_activations,
     recognise_activation,
 )
 from .activations.methods import read_methods
@@ -147,7 +146,7 @@ class Classifier:
 
     def rewrite(self, module: nn.Module, site: Site) -> Rewrite:
         """The rewrite of a site, one for all equal ones."""
-        rewrite: Rewrite = self._once(_rewrite, site, original_class(type(module)))
+        rewrite: Rewrite = self._once(type(site).rewrite, site, original_class(type(module)))
         return rewrite
 
     def _own(self, module: nn.Module) -> Site | Unsuitable | None:
@@ -239,7 +238,7 @@ class Classifier:
         self, module: nn.Module, forward: Forward, found: list[FoundActivation] | None = None
     ) -> Activations | None:
         """found: what was read of a method that is not the forward."""
-        found = self._once(read_activations, forward) if found is None else found
+        found = self._once(Activations.read, forward) if found is None else found
         chosen = choose_activations(module, found, self._activation, self.excluded)
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
         return Activations(forward, wanted) if wanted else None
@@ -287,10 +286,6 @@ class Classifier:
         key = (original_class(type(module)), parameters, id(module) if found is None else found, device)
         spec: NormSpec | Unsuitable = self._once(_supported_norm, module, device, key=key)
         return spec
-
-
-def _rewrite(site: Site, cls: type) -> Rewrite:
-    return site.rewrite(cls)
 
 
 def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:

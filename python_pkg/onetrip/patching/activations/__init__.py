@@ -51,7 +51,6 @@ __all__ = [
     "Activations",
     "FoundActivation",
     "choose_activations",
-    "read_activations",
     "recognise_activation",
 ]
 
