@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from onetrip.patching import links
 from outcomes import assert_agree, outcome
 from patching_cases import WIDTH, BackwardInBackward, Stack, inputs, n_links, pair
 from torch import Tensor, nn
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    yield
-    assert not links._recent
-    assert all(slot.result is None for slot in links._slots.values())
+pytestmark = pytest.mark.usefixtures("no_link_is_left")
 
 
 def by_autograd_grad(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
@@ -64,7 +58,6 @@ def of_batches(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Ten
     "gradients",
     [by_autograd_grad, by_autograd_grad_of_one, by_backward_for_inputs, by_retain_grad, by_hooks, by_two_backwards,
      of_batches],
-    ids=lambda f: f.__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("view", [False, True])
 def test_the_gradient_of_a_linked_sum_is_whole(gradients: Callable[..., list[Tensor]], view: bool) -> None:
