@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
 import math
 from typing import Any
 
@@ -13,6 +12,7 @@ from onetrip.patching import patch_model
 from onetrip.patching.attention import region_softmax as fused_region
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import SoftmaxRegions, read_softmax_regions
+from patching_cases import written
 from torch import Tensor, nn
 
 PATTERN = "attention_softmax"
@@ -39,12 +39,13 @@ class TwoMasks(nn.Module):
 
 def regions_of(*statements: str) -> list[tuple[tuple[str, ...], str]]:
     """(masks, scale) of each region of a forward: the statements, then softmax and dropout."""
-    lines = [*statements, "weights = softmax(scores, dim=-1)", "weights = self.dropout(weights)", "return weights"]
-    source = "def forward(self, scores, bias, mask):\n" + "".join(f"    {line}\n" for line in lines)
-    scope: dict[str, Any] = {"softmax": torch.softmax, "math": math}
-    linecache.cache["<regions>"] = (len(source), None, source.splitlines(True), "<regions>")
-    exec(compile(source, "<regions>", "exec"), scope)
-    found = read_softmax_regions(type("Written", (TwoMasks,), {"forward": scope["forward"]}))
+    lines = [
+        *statements,
+        "weights = torch.softmax(scores, dim=-1)",
+        "weights = self.dropout(weights)",
+        "return weights",
+    ]
+    found = read_softmax_regions(written(TwoMasks, "\n".join(lines), globals(), "scores, bias, mask"))
     assert isinstance(found, SoftmaxRegions)
     for _, _, region in found.found:  # no more statements than those that it takes the place of
         assert len(ast.parse(region.statements).body) == len(region.masks) + (region.scale != "1.0") + 2

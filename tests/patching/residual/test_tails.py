@@ -10,7 +10,7 @@ import pytest
 import torch
 from onetrip.patching import links, patch_model, unpatch_model
 from outcomes import assert_agree, outcome, patched_pair
-from patching_cases import WIDTH, Block, inputs, randomised, renames, twice
+from patching_cases import WIDTH, Block, inputs, randomised, renames, twice, written
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -245,64 +245,40 @@ class Scaled(Mlp):
         return 3.0 * super().forward(h)
 
 
-def _replaced(block: Any) -> None:
-    block.child.__class__ = Scaled
-
-
-def _overridden(block: Any) -> None:
+def overridden(block: Any) -> None:
     forward = block.child.forward
     block.child.forward = lambda h: 2.0 * forward(h)
 
 
-def _wrapped_dropout(block: Any) -> None:
-    block.child.drop = nn.Sequential(nn.Dropout(0.0), nn.Tanh())
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another class": lambda block: setattr(block.child, "__class__", Scaled),
+    "a forward": overridden,
+    "another dropout": lambda block: setattr(block.child, "drop", nn.Sequential(nn.Dropout(0.0), nn.Tanh())),
+    "a hook": lambda block: block.child.down.register_forward_hook(lambda module, args, output: output.tanh()),
+}
 
 
-def _hooked_linear(block: Any) -> None:
-    block.child.down.register_forward_hook(lambda module, args, output: output.tanh())
-
-
-@pytest.mark.parametrize("change", [_replaced, _overridden, _wrapped_dropout, _hooked_linear])
-def test_a_child_that_changes_after_patching_is_called(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_child_that_changes_after_patching_is_called(name: str) -> None:
     block, original, _ = patched_pair(randomised(Assigns()))
-    change(block)
-    change(original)
+    for each in (block, original):
+        CHANGES[name](each)
     assert_same(block, original)
 
 
-class ReadsTwice(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        branch = self.child(a)
-        z = a + branch
-        return self.post(z) * branch
-
-
-class ReadsInBetween(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        branch = self.child(a)
-        branch = branch.clamp(-1.0, 1.0)
-        a = branch + a
-        return a
-
-
-class Returns(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        return self.child(a)
-
-
-class Broadcasts(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        return self.child(a[:, :1]) + a
-
-
-class InALoop(Calls):
-    def forward(self, a: Tensor) -> Tensor:
+OTHER_USES = {
+    "reads twice": "branch = self.child(a); z = a + branch; return self.post(z) * branch",
+    "reads in between": "branch = self.child(a); branch = branch.clamp(-1.0, 1.0); a = branch + a; return a",
+    "returns": "return self.child(a)",
+    "broadcasts": "return self.child(a[:, :1]) + a",
+    "in a loop": """
         branch = torch.zeros_like(a)
         for _ in range(2):
             a = a + branch.detach()
             branch = self.child(a)
             a = a + branch
-        return a
+        return a""",
+}
 
 
 class StaticMethod(InAMethod):
@@ -324,7 +300,10 @@ class OverriddenMethod(InAMethod):
 
 @pytest.mark.parametrize(
     "make",
-    [ReadsTwice, ReadsInBetween, Returns, Broadcasts, InALoop, StaticMethod, OfTheInstance, OverriddenMethod],
+    [
+        *(pytest.param(written(Calls, body, globals(), "a"), id=name) for name, body in OTHER_USES.items()),
+        *(StaticMethod, OfTheInstance, OverriddenMethod),
+    ],
 )
 def test_other_uses_of_children_and_methods_compute_what_they_computed(make: type[Block]) -> None:
     block, original, _ = patched_pair(randomised(make()))
@@ -347,27 +326,18 @@ def test_torchs_own_layers(kind: Any, norm_first: bool, fused: list[tuple[bool, 
     assert_agree(outcome(layer, *arguments), outcome(original, *arguments))
 
 
-class UnderNoGrad(Mlp):
-    def forward(self, h: Tensor) -> Tensor:
+CHILDREN = {
+    "under no_grad": """
         with torch.no_grad():
             h = self.up(h)
             h = self.down(h)
-            return self.drop(h)
-
-
-class DropsInPlace(Mlp):
-    def forward(self, h: Tensor) -> Tensor:
+            return self.drop(h)""",
+    "drops in place": """
         h = self.up(h)
         functional.dropout(h, 0.4, self.training, True)
-        return functional.dropout(h, 0.4, self.training, True)
-
-
-class KeepsItsOutput(Mlp):
-    def forward(self, h: Tensor) -> Tensor:
-        h = self.down(self.up(h))
-        out = self.drop(h)
-        self.kept = (out, h)
-        return out
+        return functional.dropout(h, 0.4, self.training, True)""",
+    "keeps its output": "h = self.down(self.up(h)); out = self.drop(h); self.kept = (out, h); return out",
+}
 
 
 class Decorated(Mlp):
@@ -382,7 +352,11 @@ class CallsDifferently(Mlp):
 
 
 @pytest.mark.parametrize(
-    "child", [DoubledMlp, FrozenMlp, UnderNoGrad, DropsInPlace, KeepsItsOutput, Decorated, CallsDifferently]
+    "child",
+    [
+        *(pytest.param(written(Mlp, body, globals(), "h"), id=name) for name, body in CHILDREN.items()),
+        *(DoubledMlp, FrozenMlp, Decorated, CallsDifferently),
+    ],
 )
 def test_other_children_are_called(child: type[nn.Module], fused: list[tuple[bool, float]]) -> None:
     block, original, _ = patched_pair(randomised(Assigns(child)))
