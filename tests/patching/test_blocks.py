@@ -27,30 +27,27 @@ class RmsTail(Block):
         return self.rms(total)
 
 
+def block_of(body: str, arguments: str = "a, b") -> type[Block]:
+    return written(Block, body, globals(), arguments)  # type: ignore[no-any-return]
+
+
+FUNCTION = (
+    "a = torch.nn.functional.dropout(self.second(a), p=self.rate, training=self.training); return self.post(a + b)"
+)
+FEED_FORWARD = "h = self.proj(a); h = self.drop(h); h = self.second(h); h = self.drop(h); return self.post(h + a)"
 BLOCKS: dict[str, tuple[type[Block], str]] = {
     "one-expression": (OneExpression, "dropout_add_norm"),
     "rms-tail": (RmsTail, "dropout_add_norm"),
+    "without-dense": (block_of("return self.post(a + self.drop(b))"), "dropout_add_norm"),
+    "without-dropout": (block_of("a = self.proj(a); return self.post(b + a)"), "add_norm"),
+    "without-norm": (block_of("a = self.proj(a); a = self.drop(a); return b + a"), "dropout_add"),
+    "functional-dropout": (block_of(FUNCTION), "dropout_add_norm"),
+    "feed-forward": (block_of(FEED_FORWARD), "dropout_add_norm"),
+    "residual-is-the-dense": (block_of("h = self.proj(a); return self.post(self.drop(h) + h)"), "dropout_add_norm"),
+    "uses-the-sum-twice": (block_of("h = self.drop(self.proj(a)) + b; return self.post(h) + h"), "dropout_add_norm"),
+    "takes-more": (block_of("return self.post(self.drop(self.proj(a)) + b)", "a, b, scale=1.0"), "dropout_add_norm"),
+    "returns-tuple": (block_of("return self.post(self.drop(self.proj(a)) + b), a"), "dropout_add_norm"),
 }
-FORWARDS = {
-    "without-dense": ("return self.post(a + self.drop(b))", "dropout_add_norm"),
-    "without-dropout": ("a = self.proj(a); return self.post(b + a)", "add_norm"),
-    "without-norm": ("a = self.proj(a); a = self.drop(a); return b + a", "dropout_add"),
-    "functional-dropout": (
-        "a = torch.nn.functional.dropout(self.second(a), p=self.rate, training=self.training); return self.post(a + b)",
-        "dropout_add_norm",
-    ),
-    "feed-forward": (
-        "h = self.proj(a); h = self.drop(h); h = self.second(h); h = self.drop(h); return self.post(h + a)",
-        "dropout_add_norm",
-    ),
-    "residual-is-the-dense": ("h = self.proj(a); return self.post(self.drop(h) + h)", "dropout_add_norm"),
-    "uses-the-sum-twice": ("h = self.drop(self.proj(a)) + b; return self.post(h) + h", "dropout_add_norm"),
-    "returns-tuple": ("return self.post(self.drop(self.proj(a)) + b), a", "dropout_add_norm"),
-}
-BLOCKS |= {name: (written(Block, body, globals(), "a, b"), pattern) for name, (body, pattern) in FORWARDS.items()}
-BLOCKS["takes-more"] = (
-    written(Block, "return self.post(self.drop(self.proj(a)) + b)", globals(), "a, b, scale=1.0"), "dropout_add_norm"
-)  # fmt: skip
 
 
 def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -120,7 +117,7 @@ LOOK_ALIKES = {
 
 
 def look_alike(name: str) -> type[Block]:
-    return written(Block, LOOK_ALIKES[name], globals(), "a, b") if name in LOOK_ALIKES else HasOtherDropout
+    return block_of(LOOK_ALIKES[name]) if name in LOOK_ALIKES else HasOtherDropout
 
 
 @pytest.mark.parametrize("name", [*LOOK_ALIKES, "another dropout"])

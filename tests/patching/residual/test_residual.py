@@ -73,47 +73,36 @@ def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Ten
     return out
 
 
-CLASSES: dict[str, tuple[type[Block], int, str]] = {
+def block_of(body: str) -> type[Block]:
+    return written(Block, body, globals(), "a, b")  # type: ignore[no-any-return]
+
+
+CLAMPS = """
+    h = a + self.proj(b)
+    if h.dtype == torch.float16:
+        h = torch.clamp(h, -1.0, 1.0)
+    return self.post(h)"""
+LOOP = """
+    for _ in range(3):
+        b = self.drop(b)
+        a = a + b
+        b = self.post(a)
+    return b"""
+HELPER = "h = self.proj(a); h = dropout_add(h, b, self.rate, training=self.training); return self.second(h)"
+RETURNS_EARLY = "if a.shape[0] > 3: return a; return self.post(self.drop(self.proj(a)) + b)"
+CASES: dict[str, tuple[type[Block], int, str]] = {
     "pre-norm": (PreNorm, 1, "add_norm"),
     "post-norm": (PostNorm, 1, "dropout_add_norm"),
     "post-norm-cross": (PostNorm, 2, "dropout_add_norm"),
     "nested": (Nested, 1, "add_norm"),
     "dropout-in-the-sum": (DropoutInTheSum, 1, "dropout_add"),
-}
-FORWARDS = {
     # As a parallel block: the second norm is called.
-    "two-norms": ("h = a + b; return self.proj(self.post(h)) + self.second(self.rms(h))", 2, "add_norm"),
-    "clamps": (
-        """
-        h = a + self.proj(b)
-        if h.dtype == torch.float16:
-            h = torch.clamp(h, -1.0, 1.0)
-        return self.post(h)""",
-        2,
-        "dropout_add",
-    ),
-    "loop": (
-        """
-        for _ in range(3):
-            b = self.drop(b)
-            a = a + b
-            b = self.post(a)
-        return b""",
-        2,
-        "add_norm",
-    ),
-    "helper": (
-        "h = self.proj(a); h = dropout_add(h, b, self.rate, training=self.training); return self.second(h)",
-        2,
-        "dropout_add",
-    ),
-    "returns-early": (
-        "if a.shape[0] > 3: return a; return self.post(self.drop(self.proj(a)) + b)",
-        2,
-        "dropout_add_norm",
-    ),
+    "two-norms": (block_of("h = a + b; return self.proj(self.post(h)) + self.second(self.rms(h))"), 2, "add_norm"),
+    "clamps": (block_of(CLAMPS), 2, "dropout_add"),
+    "loop": (block_of(LOOP), 2, "add_norm"),
+    "helper": (block_of(HELPER), 2, "dropout_add"),
+    "returns-early": (block_of(RETURNS_EARLY), 2, "dropout_add_norm"),
 }
-CASES = CLASSES | {name: (written(Block, body, globals(), "a, b"), n, p) for name, (body, n, p) in FORWARDS.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -195,7 +184,7 @@ READS_THE_DROPPED = "h = self.drop(a); z = h + b; return self.second(z) * h"
 
 def test_a_dropped_value_that_is_read_again_is_dropped_once() -> None:
     """The sum and the product must see the same mask."""
-    block = randomised(written(Block, READS_THE_DROPPED, globals(), "a, b")()).train()
+    block = randomised(block_of(READS_THE_DROPPED)()).train()
     nn.init.eye_(block.second.weight)
     patch_model(block)
     a = torch.ones(4, 200, 16)
@@ -357,7 +346,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     "make",
     [
-        *(pytest.param(written(Block, body, globals(), "a, b"), id=name) for name, body in OTHERS.items()),
+        *(pytest.param(block_of(body), id=name) for name, body in OTHERS.items()),
         *(PrivateName, DefaultOfTheClass, WritesInPlaceBeforeTheNorm, ReadsOnTheSameLine),
     ],
 )

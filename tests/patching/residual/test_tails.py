@@ -60,54 +60,52 @@ class Calls(Block):
         return a + self.child(self.rms(a))
 
 
-class Assigns(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        residual = a
-        branch = self.child(self.post(a))
-        a = branch + residual
-        return a
-
-
-class Unpacks(Calls):
-    """As a GPT-2 block, with a norm after the sum."""
-
+class OfAttention(Calls):
     def __init__(self) -> None:
         super().__init__(Attention)
 
-    def forward(self, a: Tensor) -> Tensor:
-        residual = a
-        out, _ = self.child(self.rms(a), other=a)
-        a = residual + out
-        return self.post(a)
 
-
-class Indexes(Unpacks):
-    def forward(self, a: Tensor) -> Tensor:
-        a = self.post(a + self.child(a)[0])
-        return a
-
-
-class DropsItself(Calls):
-    """As a BART layer."""
-
+class OfLinear(Calls):
     def __init__(self) -> None:
         super().__init__(Linear)
 
-    def forward(self, a: Tensor) -> Tensor:
+
+def calls(body: str, base: type[Calls] = Calls) -> Any:
+    return written(base, body, globals(), "a")
+
+
+Assigns = calls("residual = a; branch = self.child(self.post(a)); a = branch + residual; return a")
+Unpacks = calls(
+    "residual = a; out, _ = self.child(self.rms(a), other=a); a = residual + out; return self.post(a)", OfAttention
+)
+"""As a GPT-2 block, with a norm after the sum."""
+FORWARDS = {
+    "calls": Calls,
+    "assigns": Assigns,
+    "unpacks": Unpacks,
+    "indexes": calls("a = self.post(a + self.child(a)[0]); return a", OfAttention),
+    "drops itself (BART)": calls(
+        """
         residual = a
         a, _ = self.child(a)
         a = functional.dropout(a, p=self.rate, training=self.training)
         a = residual + a
-        return self.post(a)
-
-
-class DropsInAModule(DropsItself):
-    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a)""",
+        OfLinear,
+    ),
+    "drops in a module": calls(
+        "residual = a; a, _ = self.child(a); a = self.drop(a); a = a + residual; return a", OfLinear
+    ),
+    # As a GPT-J block: the first addition of two is fused.
+    "three terms": calls(
+        """
         residual = a
-        a, _ = self.child(a)
-        a = self.drop(a)
-        a = a + residual
-        return a
+        a = self.rms(a)
+        out, _ = self.child(a, other=a)
+        return out + self.second(a) + residual""",
+        OfAttention,
+    ),
+}
 
 
 class RenamingMlp(Mlp):
@@ -168,18 +166,8 @@ def assert_same(block: nn.Module, original: nn.Module) -> None:
     assert_agree(outcome(block, *inputs()), outcome(original, *inputs()))
 
 
-class ThreeTerms(Unpacks):
-    """As a GPT-J block: the first addition of two is fused."""
-
-    def forward(self, a: Tensor) -> Tensor:
-        residual = a
-        a = self.rms(a)
-        out, _ = self.child(a, other=a)
-        return out + self.second(a) + residual
-
-
 @pytest.mark.parametrize(
-    "make", [Calls, CallsByAnOldName, Assigns, Unpacks, Indexes, DropsItself, DropsInAModule, InAMethod, ThreeTerms]
+    "make", [*FORWARDS.values(), CallsByAnOldName, InAMethod], ids=[*FORWARDS, "old name", "method"]
 )
 def test_the_sum_adds_the_bias_and_applies_the_dropout(make: type[Block], fused: list[tuple[bool, float]]) -> None:
     block, original, report = patched_pair(randomised(make()))
@@ -190,9 +178,9 @@ def test_the_sum_adds_the_bias_and_applies_the_dropout(make: type[Block], fused:
     assert fused[1:] == [(True, 0.4)]
 
 
-@pytest.mark.parametrize("make", [Calls, Assigns, Unpacks, DropsInAModule])
-def test_every_element_is_dropped_once_and_its_gradient_with_it(make: type[Block]) -> None:
-    block = randomised(make()).train()
+@pytest.mark.parametrize("name", ["calls", "assigns", "unpacks", "drops in a module"])
+def test_every_element_is_dropped_once_and_its_gradient_with_it(name: str) -> None:
+    block = randomised(FORWARDS[name]()).train()
     block.post = nn.Identity()
     block, full, _ = patched_pair(block)
     full.eval()
@@ -301,7 +289,7 @@ class OverriddenMethod(InAMethod):
 @pytest.mark.parametrize(
     "make",
     [
-        *(pytest.param(written(Calls, body, globals(), "a"), id=name) for name, body in OTHER_USES.items()),
+        *(pytest.param(calls(body), id=name) for name, body in OTHER_USES.items()),
         *(StaticMethod, OfTheInstance, OverriddenMethod),
     ],
 )
