@@ -28,7 +28,7 @@ class RmsTail(Block):
 
 
 def block_of(body: str, arguments: str = "a, b") -> type[Block]:
-    return written(Block, body, globals(), arguments)  # type: ignore[no-any-return]
+    return written(Block, body, globals(), arguments)
 
 
 FUNCTION = (

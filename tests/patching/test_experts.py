@@ -176,7 +176,7 @@ def dispatched(cls: type) -> type:
     original_forward, experts_interface = cls.forward, INTERFACE
 
     @functools.wraps(original_forward)
-    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def forward(self, *args, **kwargs):
         experts_forward = experts_interface.get_interface(self.config._experts_implementation, original_forward)
         return experts_forward(self, *args, **kwargs)
 
@@ -192,7 +192,7 @@ def changed(before: str, after: str, folder: Path) -> Any:
     return module_of(imports + source.replace(before, after), folder).grouped_mm_experts_forward
 
 
-class Interface(dict):  # type: ignore[type-arg]
+class Interface(dict):
     def get_interface(self, name: str, default: Any) -> Any:
         return self.get(name, default)
 

@@ -239,7 +239,7 @@ def kernelized() -> nn.Module:
         kernel_layer_name = "RMSNorm"
 
     norm = HubNorm()
-    norm.forward = lambda h: h  # type: ignore[method-assign]
+    norm.forward = lambda h: h
     return norm
 
 

@@ -226,7 +226,7 @@ FOR_OTHERS = {
 }
 
 
-class Unhashable(dict):  # type: ignore[type-arg]
+class Unhashable(dict):
     def __call__(self, x: Tensor) -> Tensor:
         return x
 

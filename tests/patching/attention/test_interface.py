@@ -13,7 +13,7 @@ from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import verify
 from onetrip.patching.attention.eager import EagerFunction, read_eager_function
 from onetrip.patching.report import Unsuitable
-from outcomes import Outcome, loss_outcome
+from outcomes import Outcome, assert_equal, loss_outcome
 from patching_cases import (
     COMMON,
     DECODER,
@@ -181,8 +181,7 @@ def test_sdpa_without_dropout_is_left_alone_unless_asked_for() -> None:
     assert not attention_sites(patch_model(model, patterns=[PATTERN]))
     report = patch_model(model, patterns=[PATTERN], attention=True)
     assert len(attention_sites(report)) == 2 and model.config._attn_implementation == "sdpa"
-    for name, tensor in outcome(model, inputs).items():
-        torch.testing.assert_close(tensor, expected[name])
+    torch.testing.assert_close(outcome(model, inputs), expected)
     assert set(report.calls().values()) == {(1, 0)}
 
 
@@ -193,7 +192,7 @@ def test_sdpa_is_replaced_in_calls_with_dropout_on_a_cpu() -> None:
     expected = outcome(model, inputs)
     report = patch_model(model, patterns=[PATTERN])
     assert len(attention_sites(report)) == 2 and not report.skipped
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in outcome(model, inputs).items())
+    assert_equal(outcome(model, inputs), expected)
     assert set(report.calls().values()) == {(0, 0)}
     outcome(model.train(), inputs)
     assert set(report.calls().values()) == {(1, 0)}
@@ -216,8 +215,7 @@ def test_asked_for_in_place_of_causal_sdpa_without_a_mask() -> None:
     inputs = {"input_ids": token_ids(), "labels": token_ids()}
     expected, generated = outcome(model, inputs), model.generate(token_ids(), max_new_tokens=6, do_sample=False)
     report = patch_model(model, patterns=[PATTERN], attention=True)
-    for name, tensor in outcome(model, inputs).items():
-        torch.testing.assert_close(tensor, expected[name])
+    torch.testing.assert_close(outcome(model, inputs), expected)
     assert torch.equal(model.generate(token_ids(), max_new_tokens=6, do_sample=False), generated)
     assert all(fused > 1 and fallen_back == 0 for fused, fallen_back in report.calls().values())
 
@@ -236,7 +234,7 @@ def test_config_and_other_models_of_it_stay_as_they_were() -> None:
     assert model.config.to_dict() == config and model.config._attn_implementation == "eager"
     model.config.output_attentions = True  # which transformers allows to eager alone
     model.config.output_attentions = False
-    assert all(torch.equal(tensor, before[name]) for name, tensor in outcome(other, left()).items())
+    assert_equal(outcome(other, left()), before)
     classes = [type(module) for module in other.modules()]
     assert [type(module) for module in unpatch_model(model).modules()] == classes
 
@@ -247,7 +245,7 @@ def test_a_branch_on_the_name_eager_is_still_taken() -> None:
     model = CASES["gpt2"].eager(**options)
     expected = outcome(model, left())
     report = patch_model(model, patterns=[PATTERN])
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in outcome(model, left()).items())
+    assert_equal(outcome(model, left()), expected)
     assert set(report.calls().values()) == {(0, 0)}
 
 
@@ -256,8 +254,7 @@ def test_what_changes_the_implementation_later_is_obeyed() -> None:
     report = patch_model(model, patterns=[PATTERN])
     model.set_attn_implementation("sdpa")
     expected = outcome(CASES["bert"].eager(attn_implementation="sdpa"), padded_text())
-    for name, tensor in outcome(model, padded_text()).items():
-        assert torch.equal(tensor, expected[name])
+    assert_equal(outcome(model, padded_text()), expected)
     assert set(report.calls().values()) == {(0, 1)}
 
 
@@ -321,7 +318,7 @@ def test_by_name_refuses_what_no_eager_function_takes() -> None:
         transformers.AttentionInterface()["onetrip"](nn.Linear(2, 2), x, x, x, None)
 
 
-def squared_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):  # type: ignore[no-untyped-def]
+def squared_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     """An eager function that no pattern fits: its weights are squared."""
     attn_weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     attn_weights = nn.functional.softmax(attn_weights, dim=-1) ** 2

@@ -219,7 +219,7 @@ class Positional(nn.Module):
         super().__init__()
         self.config = transformers.LlamaConfig(attn_implementation="sdpa")
 
-    def forward(self, x, mask, scaling=None, bias=None):  # type: ignore[no-untyped-def]
+    def forward(self, x, mask, scaling=None, bias=None):
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         more = (None, bias) if bias is not None else ()
         return function(self, x, x, x, mask, 0.0, scaling, *more)[0]

@@ -25,7 +25,7 @@ class TwoMasks(nn.Module):
         super().__init__()
         self.size, self.dropout, self.weight = 8, nn.Dropout(p), nn.Parameter(torch.ones(5))
 
-    def forward(self, scores, bias=None, mask=None):  # type: ignore[no-untyped-def]
+    def forward(self, scores, bias=None, mask=None):
         scores = scores * self.weight
         scores = scores / math.sqrt(self.size)
         if bias is not None:
@@ -183,7 +183,7 @@ def test_gradients_of_float32_biases_are_summed_in_float32() -> None:
     scores, bias = torch.zeros(64, 1, 1, 2).bfloat16(), torch.zeros(1, 1, 1, 2, requires_grad=True)
     weights = softmax_regions.region_softmax(scores, (bias, torch.zeros(2)), None)
     weights.backward(torch.linspace(1.0, 1.3, 128).view(64, 1, 1, 2).to(weights.dtype).mul(torch.tensor([1.0, 0.0])))
-    whole, rounded = bias.grad, bias.grad.bfloat16().float()  # type: ignore[union-attr]
+    whole, rounded = bias.grad, bias.grad.bfloat16().float()
     assert whole.shape == bias.shape and not torch.equal(whole, rounded)
 
 

@@ -102,7 +102,7 @@ class ByKeyword(nn.Module):
         self.dropout = dropout
         self.projection = nn.Linear(32, 32)
 
-    def forward(self, x, mask):  # type: ignore[no-untyped-def]
+    def forward(self, x, mask):
         heads = self.projection(x).view(*x.shape[:2], 4, 8).transpose(1, 2)
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.dropout if self.training else 0.0

@@ -106,7 +106,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(p)
         self.weight = nn.Parameter(torch.ones(5))
 
-    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+    def forward(self, scores, attention_mask=None):
         scores = scores * self.weight
         scores = scores / math.sqrt(self.size)
         if attention_mask is not None:
@@ -142,7 +142,7 @@ NO_REGION = {
 
 
 def test_scale_and_mask_go_into_the_call() -> None:
-    (region,) = (found for _, _, found in read_softmax_regions(Attention).found)  # type: ignore[union-attr]
+    (region,) = (found for _, _, found in read_softmax_regions(Attention).found)
     assert region.scale == "1.0 / (math.sqrt(self.size))"
     assert region.masks == ("attention_mask if attention_mask is not None else None",)
     assert len(region.statements.splitlines()) == 5
@@ -174,7 +174,7 @@ def test_probabilities_read_before_dropout_are_fused_only_without_it(scores: Ten
 
 
 def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor) -> None:
-    (region,) = (found for _, _, found in read_softmax_regions(type(attention(READ_LATER))).found)  # type: ignore[union-attr]
+    (region,) = (found for _, _, found in read_softmax_regions(type(attention(READ_LATER))).found)
     assert region.masks == ()
     module = attention(READ_LATER, 0.0)
     assert patch_model(module, patterns=[PATTERN]).patched
@@ -259,7 +259,7 @@ class WithASum(Attention):
         super().__init__(p)
         self.dense, self.norm, self.last = nn.Linear(5, 5), nn.LayerNorm(5), nn.Dropout(p)
 
-    def forward(self, scores, mask):  # type: ignore[no-untyped-def]
+    def forward(self, scores, mask):
         weights = nn.functional.softmax(scores * self.weight + mask, dim=-1)
         weights = self.dropout(weights)
         out = self.dense(weights)

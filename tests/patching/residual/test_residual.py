@@ -74,7 +74,7 @@ def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Ten
 
 
 def block_of(body: str) -> type[Block]:
-    return written(Block, body, globals(), "a, b")  # type: ignore[no-any-return]
+    return written(Block, body, globals(), "a, b")
 
 
 CLAMPS = """

@@ -271,14 +271,14 @@ OTHER_USES = {
 
 class StaticMethod(InAMethod):
     @staticmethod
-    def branch(a: Tensor) -> Tensor:  # type: ignore[override]
+    def branch(a: Tensor) -> Tensor:
         return functional.dropout(a, p=0.5, training=False)
 
 
 class OfTheInstance(InAMethod):
     def __init__(self) -> None:
         super().__init__()
-        self.branch = self.second  # type: ignore[method-assign, assignment]
+        self.branch = self.second
 
 
 class OverriddenMethod(InAMethod):
@@ -381,7 +381,7 @@ def test_a_checkpointed_child_is_called(fused: list[tuple[bool, float]]) -> None
     """Its second forward would run outside the checkpoint."""
     layers = pytest.importorskip("transformers.modeling_layers")
 
-    class Checkpointed(Mlp, layers.GradientCheckpointingLayer):  # type: ignore[misc, name-defined]
+    class Checkpointed(Mlp, layers.GradientCheckpointingLayer):
         def forward(self, h: Tensor) -> Tensor:
             h = self.down(self.up(h))
             return self.drop(h)
