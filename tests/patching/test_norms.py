@@ -35,7 +35,7 @@ T5 = """
     if self.gain.dtype in (torch.float16, torch.bfloat16):
         h = h.to(self.gain.dtype)
     return self.gain * h"""
-CONSTANT_EPS = "return functional.layer_norm(h, (WIDTH,), self.gain, self.shift, 3e-3)"
+CONSTANT = "return functional.layer_norm(h, (WIDTH,), self.gain, self.shift, 3e-3)"
 ONE_PLUS = "return functional.layer_norm(h, (WIDTH,), self.gain + 1, self.shift, self.epsilon)"
 WEIGHTLESS = f"z = h.float(); return (z * {ROOT}).to(h.dtype)"
 
@@ -70,7 +70,7 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "gemma-like": (GemmaLike, "rms_norm", "rms_norm(h, self.gain, self.epsilon, weight_offset=1.0)"),
     "t5-like": (lambda: leaf(T5), "rms_norm", "rms_norm(h, self.gain, self.epsilon, cast_before_weight='weight')"),
     "cohere-like": (lambda: leaf(COHERE), "layer_norm", "layer_norm(h, self.gain, None, self.epsilon)"),
-    "constant-eps": (lambda: leaf(CONSTANT_EPS, bias=True), "layer_norm", "(h, self.gain, self.shift, 0.003)"),
+    "constant-eps": (lambda: leaf(CONSTANT, bias=True), "layer_norm", "layer_norm(h, self.gain, self.shift, 0.003)"),
     "one-plus-layer-norm": (lambda: leaf(ONE_PLUS, bias=True), "layer_norm", "weight_offset=1.0)"),
     "convnext-channels-last": (lambda: ConvNextLike("channels_last"), "layer_norm", "layer_norm(h, self.weight, self"),
     "weightless": (lambda: leaf(WEIGHTLESS, weight=False), "rms_norm", "rms_norm(h, None, self.epsilon)"),

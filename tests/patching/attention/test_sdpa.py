@@ -11,7 +11,7 @@ from onetrip.measure import saved_bytes
 from onetrip.patching import patch_model
 from onetrip.patching.attention.eager import EagerFunction
 from onetrip.patching.attention.interface import SDPA
-from patching_cases import compiles_transformers
+from patching_cases import T5, compiles_transformers, tiny_model
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -29,8 +29,7 @@ def encoder() -> nn.Module:
 
     if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
         pytest.skip("this transformers has no position bias beside sdpa")
-    config = transformers.T5Config(vocab_size=99, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4)
-    return transformers.T5EncoderModel._from_config(config, attn_implementation="sdpa").eval()
+    return tiny_model("T5EncoderModel", T5 | {"attn_implementation": "sdpa"}).eval()
 
 
 def outcome(model: nn.Module, mask: Tensor) -> dict[str, Tensor]:
