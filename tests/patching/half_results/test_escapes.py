@@ -95,6 +95,8 @@ FORWARDS = {
     "a norm of a norm": "return linear(self.other(self.norm(x)), self.weight)",
     "unpacked": "ys = (self.norm(x),); return self.up(*ys)[..., :WIDTH]",
     "handed to a child that returns it": "return x + self.same(self.norm(x))",
+    "handed to a child by a position behind all names": "return self.inner(x, x, x, self.norm(x))",
+    "handed to a child behind a starred argument": "return self.inner(*(x, x), self.norm(x))",
     "handed to a function given later": "self.function = torch.sum; return x + self.function(self.norm(x))",
     "not called here": "return self.up(x)",  # what a child's norm computes is read by the parent
     "reinterpreted as the input's dtype": "return linear(self.norm(x).view(x.dtype), self.weight)",
@@ -113,10 +115,17 @@ class Returning(nn.Module):
         return x
 
 
+class Inner(nn.Module):
+    """Reads second and k by products alone."""
+
+    def forward(self, first: Tensor, second: Tensor, *rest: Tensor, k: Any = None) -> Tensor:
+        return linear(second, first) + first + rest[-1] + (0 if k is None else linear(k, first))
+
+
 class Block(NormBlock):
     def __init__(self) -> None:
         super().__init__()
-        self.same = Returning()
+        self.same, self.inner = Returning(), Inner()
 
 
 class CallsMore(NormBlock):
@@ -197,29 +206,13 @@ class ByAnOperator(NormBlock):
         return self.operator @ self.norm(x)
 
 
-class InnerWithMore(nn.Module):
-    def forward(self, first: Tensor, *rest: Tensor, k: Any = None) -> Tensor:
-        return first + rest[1] + (0 if k is None else linear(first, k))
-
-
-class ByPosition(NormBlock):
-    """Third of *rest, not k."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = InnerWithMore()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x, self.norm(x))
-
-
 ESCAPES = {name: written(Block, body, globals(), "x, flag=False") for name, body in FORWARDS.items()}
 ESCAPES |= {name: written(CallsMore, body, globals(), method="more") for name, body in METHODS.items()}
 ESCAPES |= {
     kind.__name__: kind
     for kind in (
         *(ShadowedByAParameter, InAProperty, InADecoratedMethod, InAListOfChildren, InAnotherListOfChildren),
-        *(InACachedProperty, WithAnotherKindOfWeight, ByAnOperator, ByPosition),
+        *(InACachedProperty, WithAnotherKindOfWeight, ByAnOperator),
     )
 }
 
