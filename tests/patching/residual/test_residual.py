@@ -322,24 +322,24 @@ OTHERS = {
         name = str(n) + str(a.dtype)
         return self.second(a) * len(name)""",
     "broadcasts": "return self.post(a + self.drop(b[:1]))",
-    "deletes the branch": "b = self.proj(a); c = a + b; del b; return self.post(c)",
-    "adds to the branch later": "b = self.proj(a); c = a + b; b += c; return self.post(c)",
+    "deletes the branch": "h = self.proj(a); c = a + h; del h; return self.post(c)",
+    "adds to the branch later": "h = self.proj(a); c = a + h; h += c; return self.post(c)",
     "reads in a nested function": """
         def branch():
-            return b
+            return h
 
-        b = self.proj(a)
-        c = a + b
+        h = self.proj(a)
+        c = a + h
         return self.post(c) * branch()""",
     "writes before the branch is read": """
         a = a * 1.0
-        b = self.proj(a)
-        b = functional.hardtanh_(a.detach(), 0.0, 0.5) + b
-        return self.post(b)""",
+        h = self.proj(a)
+        h = functional.hardtanh_(a.detach(), 0.0, 0.5) + h
+        return self.post(h)""",
     "acts in place before the norm": """
-        b = a + self.drop(self.proj(a))
-        c = functional.relu(b, inplace=True)
-        return self.post(b) * c""",
+        h = a + self.drop(self.proj(a))
+        c = functional.relu(h, inplace=True)
+        return self.post(h) * c""",
 }
 
 
