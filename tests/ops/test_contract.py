@@ -24,7 +24,6 @@ from operator_cases import (
     every_other,
     outputs_of,
     results_and_gradients,
-    spread,
 )
 from pairwise import pairwise
 from targets import Target, needs
@@ -106,7 +105,8 @@ def test_everything_allocated_is_written(target, rows, cols, operator, monkeypat
 @pytest.mark.promise("B11")
 @pytest.mark.promise("softmax B7, B8, B11")
 @each_operator()
-def test_nothing_that_is_given_is_modified(target, operator):
+@pytest.mark.parametrize("layout", ["spread", "one_element_off"])
+def test_nothing_that_is_given_is_modified(target, operator, layout):
     """Nor what lies around it in memory."""
 
     def memory(tensor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def test_nothing_that_is_given_is_modified(target, operator):
         return bits(tensor.detach().as_strided((n,), (1,), 0)).clone()
 
     def kept(tensor: Tensor) -> Tensor:
-        given.append(spread(tensor))
+        given.append(LAYOUTS[layout](tensor))
         before.append(memory(given[-1]))
         return given[-1]
 
