@@ -193,8 +193,7 @@ class Trainer:
         self.forward().backward()
 
     def step(self, mark: Callable[[], None] = lambda: None) -> None:
-        """mark: called before each phase and at the end."""
-        self.optimizer.zero_grad()
+        """mark: called before each phase and at the end. Leaves no gradients: other trainers may need their memory."""
         mark()
         loss = self.forward()
         mark()
@@ -202,6 +201,7 @@ class Trainer:
         mark()
         self.optimizer.step()
         mark()
+        self.optimizer.zero_grad()
 
     def loss_without_dropout(self) -> float:
         """All variants compute the same function then. Of what is timed: compiled where that is, which a change of
@@ -228,6 +228,7 @@ class Trainer:
         """Milliseconds of matrix products in one forward and backward, in the calling thread."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             self.forward_backward()
+        self.optimizer.zero_grad()
         return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3
 
     def kernels_ms(self) -> float:
@@ -238,7 +239,6 @@ class Trainer:
         return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
 
     def memory(self) -> dict[str, int]:
-        self.optimizer.zero_grad()
         saved = saved_bytes(self.forward, excluded=self.parameters)
         peak, held = peak_bytes(self.step, self._device), self.held_bytes()
         return {"saved_bytes": saved, "peak_bytes": peak, "held_bytes": held, "training_bytes": held + peak}

@@ -151,9 +151,10 @@ struct Formula<ClampedSilu> {
   float limit, alpha, up_offset;
   explicit Formula(const ClampedGlu& numbers)
       : limit(numbers.limit), alpha(numbers.alpha), up_offset(numbers.up_offset) {}
+  template <class T>
   ONETRIP_INLINE F value(F gate) const {
     const F g = smaller_number(splat(limit), gate);
-    return g * logistic(g * alpha).value;
+    return g * logistic<T>(g * alpha).value;
   }
   ONETRIP_INLINE Activated with_slope(F gate) const {
     const F g = smaller_number(splat(limit), gate);
@@ -237,7 +238,7 @@ void forward_elements(const GluForward& args, const float* bias, float* buffer, 
         F x = loaded.even;
         if constexpr (kWith == With::kBias)
           if (!kDrops || bias) x += load(bias + c, lanes);
-        F v = act.value(x);
+        F v = act.template value<T>(x);
         if constexpr (has_up(kWith)) v *= act.factor(load_up<kWith>(loaded, up, c, lanes));
         if constexpr (kDrops) v = mask.apply(v, mask.kept(bits + (c - begin)));
         store_rounded(present(y + c), v, lanes, streams);

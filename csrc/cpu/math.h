@@ -30,13 +30,14 @@ ONETRIP_INLINE F exp_nonpositive_for(F x) {
   }
 }
 
-// 1 / (1 + e^-x), and what is missing from 1: 1 / (1 + e^x). Within 3 units in the last place; 0 and 1 from
-// |x| = 88 on.
+// 1 / (1 + e^-x), and what is missing from 1: 1 / (1 + e^x). Within 3 units in the last place, within 2^-21 where T is
+// half precision; 0 and 1 from |x| = 88 on.
 struct Logistic {
   F value, complement;
 };
+template <class T = float>
 ONETRIP_INLINE Logistic logistic(F x) {
-  const F t = exp_nonpositive(negative_magnitude(x));
+  const F t = exp_nonpositive_for<T>(negative_magnitude(x));
   const F larger = 1.0f / (t + 1.0f), smaller = t * larger;
   return {select_by_sign(x, smaller, larger), select_by_sign(x, larger, smaller)};
 }
@@ -78,6 +79,24 @@ ONETRIP_INLINE Normal normal_distribution(F x) {
   return {select_by_sign(x, tail, 1.0f - tail), e * 0x1.988454p-2f};
 }
 
+// The cumulative alone, where it is rounded to T. In half precision within 2^-16: p is of a lower degree, with
+// t = 1 / (1 + 0.31 a), and a^2 is rounded.
+template <class T>
+ONETRIP_INLINE F normal_cumulative(F x) {
+  if constexpr (kIsFloat32<T>) {
+    return normal_distribution(x).cumulative;
+  } else {
+    const F t = 1.0f / mul_add(negative_magnitude(x), splat(-0x1.3d70a4p-2f), splat(1.0f));
+    F p = mul_add(t, splat(-0x1.2ed026p-4f), splat(0x1.718faap-3f));
+    p = mul_add(p, t, splat(0x1.01f8e6p-6f));
+    p = mul_add(p, t, splat(0x1.11436ep-3f));
+    p = mul_add(p, t, splat(0x1.ed53f4p-4f));
+    p = mul_add(p, t, splat(0x1.fb555ap-4f));
+    const F tail = exp_nonpositive_for<T>(x * x * -0.5f) * t * p;
+    return select_by_sign(x, tail, 1.0f - tail);
+  }
+}
+
 // tanh(x) within 3 units in the last place. Below 0.625 an odd polynomial (Cephes, tanhf), above it
 // (1 - e) / (1 + e) of e = exp(-2 |x|).
 ONETRIP_INLINE F hyperbolic_tangent(F x) {
@@ -92,14 +111,16 @@ ONETRIP_INLINE F hyperbolic_tangent(F x) {
   return select((U)(negative_magnitude(x) > splat(-0.625f)), small, large);
 }
 
-// act(x), and its derivative.
+// act(x), and its derivative. A value alone is as exact as T asks for. The derivative is always that of float32: the
+// gradient of a bias sums it, and may be float32 where x is not.
 struct Activated {
   F value, slope;
 };
 
 // x / (1 + e^-x).
 struct Silu {
-  static ONETRIP_INLINE F value(F x) { return x * logistic(x).value; }
+  template <class T>
+  static ONETRIP_INLINE F value(F x) { return x * logistic<T>(x).value; }
   static ONETRIP_INLINE Activated with_slope(F x) {
     const Logistic s = logistic(x);
     const F y = x * s.value;
@@ -109,7 +130,8 @@ struct Silu {
 
 // x times the cumulative normal distribution (Hendrycks & Gimpel 2016).
 struct Gelu {
-  static ONETRIP_INLINE F value(F x) { return x * normal_distribution(x).cumulative; }
+  template <class T>
+  static ONETRIP_INLINE F value(F x) { return x * normal_cumulative<T>(x); }
   static ONETRIP_INLINE Activated with_slope(F x) {
     const Normal normal = normal_distribution(x);
     return {x * normal.cumulative, mul_add(x, normal.density, normal.cumulative)};
@@ -119,7 +141,10 @@ struct Gelu {
 // x (1 + tanh(u)) / 2 = x / (1 + e^-2u),  u = sqrt(2/pi) (x + 0.044715 x^3).
 struct GeluTanh {
   static constexpr float kLinear = 1.5957691216f, kCubic = 0.0713548163f;  // of 2u
-  static ONETRIP_INLINE F value(F x) { return x * logistic(x * mul_add(x * x, splat(kCubic), splat(kLinear))).value; }
+  template <class T>
+  static ONETRIP_INLINE F value(F x) {
+    return x * logistic<T>(x * mul_add(x * x, splat(kCubic), splat(kLinear))).value;
+  }
   static ONETRIP_INLINE Activated with_slope(F x) {
     // Beyond x^2 = 2^16 the logistic function is 0 or 1 and the slope of u is multiplied by 0: it has to be finite.
     const F square = smaller_number(splat(0x1p16f), x * x);
@@ -131,6 +156,7 @@ struct GeluTanh {
 
 // max(x, 0)^2 (So et al. 2021).
 struct Relu2 {
+  template <class T>
   static ONETRIP_INLINE F value(F x) {
     const F positive = larger_number(F{}, x);
     return positive * positive;
@@ -143,8 +169,9 @@ struct Relu2 {
 
 // max(x, 0). Where x is NaN the gradient passes, as in torch.
 struct Relu {
+  template <class T>
   static ONETRIP_INLINE F value(F x) { return larger_number(F{}, x); }
-  static ONETRIP_INLINE Activated with_slope(F x) { return {value(x), (F)((U)splat(1.0f) & ~(U)(x <= 0.0f))}; }
+  static ONETRIP_INLINE Activated with_slope(F x) { return {value<float>(x), (F)((U)splat(1.0f) & ~(U)(x <= 0.0f))}; }
 };
 
 // Calls body with a value of the type of the activation.

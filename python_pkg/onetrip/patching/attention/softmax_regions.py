@@ -1,7 +1,7 @@
 """Softmax regions: the statements up to a dropped-out softmax, in a forward that asks no attention interface.
 
     scores = scores / math.sqrt(width)          (or * scale; optional)
-    scores = scores + mask                      (optional, repeated, in place (+=), or under an if)
+    scores = scores + mask                      (optional, repeated, in place (+=), or under an if; or masked_fill)
     weights = softmax(scores, dim=-1)
     weights = dropout(weights)
 
@@ -15,7 +15,7 @@ import ast
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from inspect import getattr_static
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -24,19 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...ops import softmax
-from ...ops.attention import saturated_mask
-from ...ops.common.backends import HALF, KERNEL_DTYPES
-from ...ops.common.tracing import is_transformed
 from .. import calls
 from ..classes import method_of
 from ..forward import Forward, Place, places, read_forward
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
 from ..source import Inliner, calls_in, first_match, indented
-from ..verify import RNG, MaskedDropout, check_function, kind_of
+from ..verify import RNG, MaskedDropout, VerificationError, check_function, kind_of
 from .eager import PATTERN
+from .masked_fill import filled, read_fill, read_product
 from .reads import caches_beside_products, nodes_after
+from .region_softmax import fits_region, in_dtype_of, region_softmax
 
 SOFTMAXES = (
     "softmax(X, dim=-1)",
@@ -74,6 +72,11 @@ class Region:
     """The name of the dropout module; empty for functional.dropout and for none."""
     p: str
     """0.0 if there is no dropout."""
+    fill: tuple[str, str] | None = None
+    """Mask and value of a masked_fill before the softmax, and the product with the weights after it."""
+    product: str = ""
+    reads_weights: bool = False
+    """Whether the weights are read after the product."""
 
     @property
     def source(self) -> str:
@@ -113,6 +116,12 @@ class SoftmaxRegions(InForward):
                     if any(len(region.masks) > 1 for region in self.chosen):
                         mode += " with bias and padding"
                         check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, mode)
+                if any(region.fill for region in self.chosen):
+                    inputs = {"scores": scores, "values": (2, 4, 5, 6)}
+                    hidden = torch.zeros(2, 1, 3, 5, dtype=torch.bool, device=device)
+                    hidden[1, :, 1:, 3:] = hidden[1, :, 2] = True
+                    pair = partial(_fused_fill, p, hidden), partial(_unfused_fill, p, hidden)
+                    check_function(*pair, inputs, device, dtype, f"{mode} with filled scores")
 
 
 def _fused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
@@ -125,6 +134,20 @@ def _unfused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tens
     for each in (mask, padding):
         added = added if each is None else added + _saturated(each, scores)
     return functional.dropout(functional.softmax(added, dim=-1), p)
+
+
+def _fused_fill(p: float, mask: Tensor, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    fill = filled(scores, mask, torch.finfo(scores.dtype).min)
+    if fill is None:
+        raise VerificationError("scores cannot be filled")
+    weights = region_softmax(scores, (fill.mask,), None, dropout_p=p, rng=RNG)
+    return fill.product(weights, values), fill.read(weights)
+
+
+def _unfused_fill(p: float, mask: Tensor, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    weights = functional.softmax(scores.masked_fill(mask, torch.finfo(scores.dtype).min), dim=-1)
+    weights = functional.dropout(weights, p)
+    return weights @ values, weights
 
 
 def _saturated(mask: Tensor, scores: Tensor) -> Tensor:
@@ -229,7 +252,7 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
     form = first_match(("X.to(T.dtype)",), cast[1]) if cast is not None and cast[0] == weights else None
     if form is not None and inner[0] == SOFTMAXES[0] and ast.unparse(form[1]["X"]) == weights:
         inner, last = (inner[0], form[1] | inner[1]), index + 1
-    masks, scale, start = [], "1.0", index
+    masks, scale, start, fill = [], "1.0", index, None
     if (added := first_match(MASKS, scores)) is not None and _is_pure(added[1]["M"]):
         scores, masks = added[1]["X"], [ast.unparse(added[1]["M"])]
     elif isinstance(scores, ast.Name) and (scores.id == weights or not _is_read_after(tree, scores.id, block[index])):
@@ -241,6 +264,7 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
         masks, start = [each.source for each in found[n_before:]], start + n_before
         if scaled is not None and not n_before:
             scale, start = scaled, start - 1
+        fill = read_fill(block[index - 1], scores.id, forward) if index else None
 
     like = ast.unparse(inner[1]["T"]) if "T" in inner[1] else "None"
     stop, result, undropped, child, p = last + 1, weights, "", "", "0.0"
@@ -255,6 +279,9 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
     elif not masks:
         return None
     names = [result, undropped] if undropped else [result]
+    product = "" if fill is None or stop == len(block) else read_product(block[stop], result, forward)
+    if product:
+        start, stop = index - 1, stop + 1
     return Region(
         statements=tuple(block[start:stop]),
         result=result,
@@ -266,6 +293,9 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
         scale=scale,
         child=child,
         p=p,
+        fill=fill if product else None,
+        product=product,
+        reads_weights=any(_is_read_after(tree, name, block[stop - 1]) for name in names),
     )
 
 
@@ -360,109 +390,32 @@ def _fused_statements(region: Region) -> list[ast.stmt]:
     if region.undropped:
         tests.append(f"{p} == 0.0")
         result += f" = {region.undropped}"
+    masks, fill, rest = "masks_", "", ""
+    if region.fill is not None:
+        tests.append("filled_ is not None")
+        masks, fill = "(filled_.mask,)", f"\nfilled_ = make_filled_(scores_, {', '.join(region.fill)})"
+        rest = f"\n    {region.product}"
+        if region.reads_weights:
+            rest += f"\n    {result} = filled_.read({region.result})"
     source = f"""\
 scores_ = {region.scores}
-masks_ = ({"".join(f"{mask}, " for mask in region.masks)})
+masks_ = ({"".join(f"{mask}, " for mask in region.masks)}){fill}
 scale_ = {region.scale}
 like_ = {region.like}
 if {" and ".join(tests)}:
     count_fused_(self)
-    {result} = region_softmax_(scores_, masks_, like_, scale=scale_, dropout_p={p})
+    {result} = region_softmax_(scores_, {masks}, like_, scale=scale_, dropout_p={p}){rest}
 else:
     count_fallback_(self)
 {indented(region.source)}"""
     return ast.parse(source).body
 
 
-Masks = tuple[Tensor | None, ...]
-
-
-def in_dtype_of(scores: Tensor, mask: Any) -> Any:
-    """The mask in the scores' dtype, which an addition in place keeps."""
-    return mask.to(scores.dtype) if isinstance(mask, Tensor) else mask
-
-
-class _Biased(torch.autograd.Function):
-    """The scores as they are: the softmax adds the biases, detached. Backward sums the gradient to their shapes."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(scores: Tensor, scale: float, *biases: Tensor) -> Tensor:
-        return scores.view_as(scores)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.scale, *biases = inputs
-        ctx.biases = [(bias.shape, bias.dtype) for bias in biases]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        return gradient, None, *(_summed(gradient, *bias) / ctx.scale for bias in ctx.biases)
-
-
-def _summed(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """sum_to_size, summed and returned in dtype."""
-    sizes = (1,) * (gradient.dim() - len(shape)) + shape
-    dims = [dim for dim, size in enumerate(sizes) if size == 1 < gradient.shape[dim]]
-    return (gradient.sum(dims, dtype=dtype) if dims else gradient.to(dtype)).view(shape)
-
-
-def region_softmax(scores: Tensor, masks: Masks, like: Tensor | None, *, scale: float = 1.0, **options: Any) -> Tensor:
-    """ops.softmax, with masks saturated as an addition in the scores' dtype would, in like's dtype or in that of
-    half-precision scores."""
-    there = [mask for mask in masks if mask is not None]
-    if len(there) > 1 and scores.dtype == torch.float32:
-        there = [mask.float() for mask in there]
-    # A single broadcast mask has its gradient from the softmax; that of one of the scores' shape would be float32.
-    is_one_broadcast = len(there) == 1 and there[0].shape != scores.shape
-    learned = [] if is_one_broadcast else [mask for mask in there if mask.requires_grad]
-    is_reverse = torch.compiler.is_compiling() or not is_transformed()
-    if learned and scale and is_reverse and torch.is_grad_enabled():
-        scores, there = _Biased.apply(scores, scale, *learned), [mask.detach() for mask in there]
-    saturated: Any = [saturated_mask(mask, scores) for mask in there]
-    weights = softmax(scores, reduce(torch.add, saturated) if saturated else None, scale=scale, **options)
-    return weights if like is None or weights.dtype in HALF else weights.to(like.dtype)
-
-
-def fits_region(
-    scores: Tensor, masks: tuple[Any, ...], scale: object, like: Tensor | None, for_products: bool = False
-) -> bool:
-    """Whether the fused call equals the statements: dtypes, shapes, and a number as scale.
-
-    for_products: as Region's. Where the statements make float32 of scores in autocast's dtype, each product casts it to
-    that again; so the fused call may round it.
-    """
-    dtype = scores.dtype if like is None else like.dtype
-    if scores.dtype not in KERNEL_DTYPES or dtype not in KERNEL_DTYPES or not isinstance(scale, (int, float)):
-        return False
-    if calls.is_distributed(scores) or not all(mask is None or _fits_mask(scores, mask) for mask in masks):
-        return False
-    if scores.dtype == torch.float32:
-        return True
-    half = calls.autocast_dtype(scores)
-    casts_in_cuda_autocast = like is None and scores.is_cuda and half is not None
-    has_float32 = any(mask is not None and mask.dtype == torch.float32 for mask in masks)
-    is_added_in_float32 = (like is None or like is scores) and has_float32
-    if dtype == torch.float32 or casts_in_cuda_autocast or is_added_in_float32:
-        return for_products and scores.dtype == half
-    return dtype == scores.dtype
-
-
-def _fits_mask(scores: Tensor, mask: Any) -> bool:
-    if not isinstance(mask, Tensor) or mask.dtype not in KERNEL_DTYPES or calls.is_distributed(mask):
-        return False
-    if torch.float32 not in (mask.dtype, scores.dtype) and mask.dtype != scores.dtype:
-        return False
-    is_broadcast = all(a in (1, b) for a, b in zip(mask.shape[::-1], scores.shape[::-1], strict=False))
-    return is_broadcast and mask.dim() <= scores.dim() and mask.device == scores.device
-
-
 NAMES: dict[str, Any] = {
     "fits_region_": fits_region,
     "region_softmax_": region_softmax,
     "in_dtype_of_": in_dtype_of,
+    "make_filled_": filled,
     "count_fused_": calls.count_fused,
     "count_fallback_": calls.count_fallback,
     "is_plain_": calls.is_plain,

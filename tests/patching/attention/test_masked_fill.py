@@ -1,0 +1,192 @@
+"""Scores that a mask fills with the least number before their softmax, in rows that it hides everywhere, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model
+from onetrip.patching.attention import masked_fill
+from onetrip.patching.attention.softmax_regions import SoftmaxRegions, read_softmax_regions
+from patching_cases import written
+from torch import Tensor, nn
+
+PATTERN = "attention_softmax"
+LEAST = torch.finfo(torch.float32).min
+
+
+class Filled(nn.Module):
+    """As DeBERTa's; gives its weights, too."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, scores, mask, values):  # type: ignore[no-untyped-def]
+        scores = scores.masked_fill(mask, torch.finfo(values.dtype).min)
+        weights = nn.functional.softmax(scores, dim=-1)
+        weights = self.dropout(weights)
+        context = torch.bmm(weights.view(-1, weights.size(-2), weights.size(-1)), values)
+        return context, weights
+
+
+@pytest.fixture
+def hidden() -> Tensor:
+    """Hides the last columns, and of the second batch whole rows."""
+    mask = torch.zeros(2, 1, 3, 5, dtype=torch.bool)
+    mask[:, :, :, 3:] = mask[1, :, 1:] = True
+    return mask
+
+
+@pytest.fixture
+def values() -> Tensor:
+    return torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
+
+
+def outcome(module: Any, scores: Tensor, mask: Any, values: Tensor, autocast: bool = False) -> list[Tensor]:
+    """Outputs, and gradients where all of them count."""
+    scores, values = scores.clone().requires_grad_(), values.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = module(scores, mask, values)
+    generator = torch.Generator().manual_seed(2)
+    loss = sum((y.float() * torch.randn(y.shape, generator=generator)).sum() for y in outputs)
+    return [*outputs, *torch.autograd.grad(loss, (scores, values))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_rows_that_are_hidden_have_equal_weights_and_no_gradient(
+    dtype: torch.dtype, scores: Tensor, hidden: Tensor, values: Tensor
+) -> None:
+    module = Filled()
+    report = patch_model(module, patterns=[PATTERN])
+    actual = outcome(module, 4 * scores.to(dtype), hidden, values.to(dtype))
+    expected = outcome(Filled(), 4 * scores.to(dtype).float(), hidden, values.to(dtype).float())
+    bound = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.float(), theirs, **bound)
+    assert report.calls() == {"": (1, 0)}
+    weights, gradient = actual[1], actual[2]
+    assert (weights[1, :, 1:] == torch.tensor(0.2, dtype=dtype)).all() and not gradient[1, :, 1:].any()
+    assert gradient[0].any() and gradient[1, :, :1].any()
+
+
+def test_under_autocast_the_product_rounds_what_it_reads(scores: Tensor, hidden: Tensor, values: Tensor) -> None:
+    module = Filled()
+    report = patch_model(module, patterns=[PATTERN])
+    actual, expected = (outcome(each, scores, hidden, values, autocast=True) for each in (module, Filled()))
+    assert [each.dtype for each in actual] == [each.dtype for each in expected] and report.calls() == {"": (1, 0)}
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_compiled_without_a_break(scores: Tensor, hidden: Tensor, values: Tensor) -> None:
+    module = Filled()
+    patch_model(module, patterns=[PATTERN])
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(*(outcome(m, scores, hidden, values) for m in (compiled, Filled())), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_values_of_fewer_batches(scores: Tensor, hidden: Tensor) -> None:
+    """A product that broadcasts."""
+
+    class Shared(Filled):
+        def forward(self, scores, mask, values):  # type: ignore[no-untyped-def]
+            scores = scores.masked_fill(mask, torch.finfo(values.dtype).min)
+            weights = nn.functional.softmax(scores, dim=-1)
+            weights = self.dropout(weights)
+            context = weights @ values
+            return (context,)
+
+    module, values = Shared(), torch.randn(5, 6)
+    report = patch_model(module, patterns=[PATTERN])
+    for ours, theirs in zip(*(outcome(m, scores, hidden, values) for m in (module, Shared())), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert report.calls() == {"": (1, 0)}
+
+
+class FilledWithLittle(Filled):
+    def forward(self, scores, mask, values):  # type: ignore[no-untyped-def]
+        scores = scores.masked_fill(mask, -0.5)
+        weights = nn.functional.softmax(scores, dim=-1)
+        weights = self.dropout(weights)
+        context = weights @ values
+        return context, weights
+
+
+def test_another_number_is_filled_in_as_before(scores: Tensor, hidden: Tensor) -> None:
+    module, values = FilledWithLittle(), torch.randn(5, 6)
+    report = patch_model(module, patterns=[PATTERN])
+    for ours, theirs in zip(*(outcome(m, scores, hidden, values) for m in (module, FilledWithLittle())), strict=True):
+        assert torch.equal(ours, theirs)
+    assert report.calls() == {"": (0, 1)}
+
+
+@pytest.mark.parametrize("kind", ["integers", "a number", "too wide", "more dimensions", "a transform"])
+def test_what_may_not_be_added_is_filled_as_before(kind: str, scores: Tensor, hidden: Tensor, values: Tensor) -> None:
+    module = Filled()
+    report = patch_model(module, patterns=[PATTERN])
+    if kind == "too wide":
+        with pytest.raises(RuntimeError):
+            module(scores, torch.zeros(2, 2, 3, 4, dtype=torch.bool), values)
+    elif kind == "more dimensions":
+        for ours, theirs in zip(*(each(scores, hidden[None], values) for each in (module, Filled())), strict=True):
+            assert ours.shape == theirs.shape and torch.equal(ours, theirs)
+    elif kind == "a transform":
+        tangent = torch.ones_like(scores)
+        ours, theirs = (
+            torch.func.jvp(lambda x, each=each: each(x, hidden, values)[0], (scores,), (tangent,))[1]
+            for each in (module, Filled())
+        )
+        torch.testing.assert_close(ours, theirs)
+    else:
+        with pytest.raises((RuntimeError, TypeError)):
+            module(scores, hidden.long() if kind == "integers" else 1, values)
+    assert report.calls() == {"": (0, 1)}
+
+
+FILL, PRODUCT = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)", "context = weights @ values"
+FORWARDS = {
+    "as DeBERTa's": ([FILL], [PRODUCT], True),
+    "matmul": ([FILL], ["context = torch.matmul(weights, values)"], True),
+    "a number": (["scores = scores.masked_fill(~mask, -1e9)"], [PRODUCT], True),
+    "a call that may count": (["scores = scores.masked_fill(mask, self.next())"], [PRODUCT], False),
+    "a mask that is computed": (["scores = scores.masked_fill(self.mask(), 0.0)"], [PRODUCT], False),
+    "in place, where other names may see it": ([FILL.replace("fill(", "fill_(")], [PRODUCT], False),
+    "another name": (["filled = scores.masked_fill(mask, 0.0)"], [PRODUCT], False),
+    "other scores": (["scores = values.masked_fill(mask, 0.0)"], [PRODUCT], False),
+    "a sum after it": ([FILL, "scores = scores + mask"], [PRODUCT], False),
+    "scores read later": ([FILL], [PRODUCT, "context = context + scores"], False),
+    "no product": ([FILL], ["context = weights * values"], False),
+    "a product of others": ([FILL], ["context = values @ values"], False),
+    "another function": ([FILL], ["context = torch.add(weights, values)"], False),
+    "the weights' name": ([FILL], ["weights = weights @ values", "context = weights"], False),
+    "weights on the right": ([FILL], ["context = values @ weights"], False),
+    "weights on both sides": ([FILL], ["context = weights @ (values @ weights)"], False),
+    "other rows": ([FILL], ["context = weights.transpose(1, 2) @ values"], False),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_which_fills_join_the_softmax(name: str) -> None:
+    before, after, joins = FORWARDS[name]
+    lines = [*before, "weights = torch.softmax(scores, dim=-1)", "weights = self.dropout(weights)", *after]
+    cls = written(Filled, "\n".join([*lines, "return context"]), globals(), "scores, mask, values")
+    found = read_softmax_regions(cls)
+    regions = found.chosen if isinstance(found, SoftmaxRegions) else ()
+    assert [region.fill is not None for region in regions] == [joins] * len(regions) and (regions or not joins)
+    assert [len(region.statements) for region in regions if joins] == [4] * joins
+
+
+@pytest.mark.parametrize("broken", ["product", "read"])
+def test_rows_that_pass_gradients_on_are_not_verified(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {
+        "product": lambda self, weights, values: torch.matmul(weights, values),
+        "read": lambda self, weights: weights,
+    }
+    monkeypatch.setattr(masked_fill.Filled, broken, wrong[broken])
+    report = patch_model(Filled(), patterns=[PATTERN])
+    assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
