@@ -169,10 +169,7 @@ def test_what_cannot_be_predicted_is_measured(unpredictable, caplog):
         assert column.predicted is None
         assert column.unpredicted.startswith("DataDependentOutputException")
         assert column.measured.ms["step"].median > 0
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(render(result.to_dict()))
-    assert "eager is not predicted: DataDependentOutputException" in capture.get()
+    assert "eager is not predicted: DataDependentOutputException" in printed(result)
     assert "eager is not predicted: DataDependentOutputException" in page(json.loads(json.dumps(result.to_dict())))
     assert caplog.records == []
 
@@ -257,9 +254,9 @@ def test_table_of_fits(fitted):
     assert "no" in text.split()
 
 
-def with_times(result, others=None, **ms):
+def with_times(result, slowdown=None, **ms):
     """The result with these milliseconds of the eager step."""
-    measured = replace(result.columns["eager"].measured, other_cpus=others)
+    measured = replace(result.columns["eager"].measured, cpu_slowdown=slowdown)
     measured = replace(measured, ms=measured.ms | {"step": measure.Spread(**ms)} if ms else measured.ms)
     return replace(result, columns={"eager": replace(result.columns["eager"], measured=measured)})
 
@@ -275,17 +272,18 @@ def test_percentiles_stand_beside_the_median(result):
     }
 
 
-@pytest.mark.parametrize(("others", "is_said"), [(1.5, True), (0.1, False), (None, False)])
-def test_load_of_other_processes_is_said(result, others, is_said):
-    changed = with_times(result, others)
+@pytest.mark.parametrize(("slowdown", "is_said"), [(1.5, True), (1.05, False), (None, False)])
+def test_load_of_other_processes_is_said(result, slowdown, is_said):
+    changed = with_times(result, slowdown)
     text, on_page = printed(changed), page(json.loads(json.dumps(changed.to_dict())))
-    assert ("other processes kept 1.5 of" in " ".join(text.split())) == is_said
-    assert ("other processes kept 1.5 of" in on_page) == is_said
+    words = "Other processes slowed the timed steps"
+    for shown in (" ".join(text.split()), on_page):
+        assert (words in shown) == (f"{words} 1.5x" in shown) == is_said
 
 
 def test_load_is_measured_around_the_timed_steps(result):
-    others = {column.measured.other_cpus for column in result.columns.values()}
-    assert len(others) == 1 and all(value is None or value >= 0.0 for value in others)
+    slowdowns = {column.measured.cpu_slowdown for column in result.columns.values()}
+    assert len(slowdowns) == 1 and all(value is None or value >= 1.0 for value in slowdowns)
 
 
 @pytest.mark.parametrize(("n", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 29, "2.50 GiB")])
