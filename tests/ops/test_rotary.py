@@ -8,6 +8,7 @@ import pytest
 import torch
 from onetrip import available_backends, ops, use_backend
 from onetrip.measure import saved_bytes
+from operator_cases import Watching
 from pairwise import pairwise
 from rotary_cases import DTYPES, LAYOUTS, exact, heads, short, tables, unfused
 from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
@@ -131,6 +132,8 @@ def test_gradcheck(interleaved, n_rotated):
 
     assert torch.autograd.gradcheck(function, (q, k, cos, sin), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, (q, k, cos, sin))
+    with Watching():  # the traced operator
+        assert torch.autograd.gradgradcheck(function, (q, k, cos, sin))
     assert torch.autograd.gradcheck(function, (q, k, cos.requires_grad_(), sin.requires_grad_()))
     assert torch.autograd.gradcheck(function, (q.detach(), k, cos.detach(), sin))
 

@@ -167,7 +167,9 @@ OPERATORS = {
         _attending,
         "drops free_sums",
     ),
-    "attention-weights": Operator(lambda *t: attention(*t, scale=0.5, causal=True), _attending, "free_sums"),
+    "attention-weights": Operator(
+        lambda *t: attention(*t, scale=0.5, causal=True), _attending, "saves_result free_sums"
+    ),
 }
 
 
@@ -210,8 +212,9 @@ def spread(tensor: Tensor) -> Tensor:
 
 
 def every_other(tensor: Tensor) -> Tensor:
-    """Columns apart, NaN between them."""
-    return torch.stack([tensor, torch.full_like(tensor, float("nan"))], -1)[..., 0]
+    """Columns apart, NaN between them, or -1."""
+    between = float("nan") if tensor.is_floating_point() else -1
+    return torch.stack([tensor, torch.full_like(tensor, between)], -1)[..., 0]
 
 
 def expanded(*dims: int) -> Callable[[Tensor], Tensor]:
