@@ -36,10 +36,11 @@ class Shard:
 
 _SPECIAL = ("ops/test_row_norm_gpu.py", "ops/test_softmax_gpu.py", "ops/test_adam_gpu.py")
 _ROW_NORM = (
-    *(f"ops/test_row_norm_{name}.py" for name in ("forward", "backward", "input", "dropout", "determinism")),
+    *(f"ops/test_row_norm_{name}.py" for name in ("forward", "backward", "checks", "dropout", "determinism")),
     "nn/test_row_norm.py",
 )
 _COMPILE = (
+    "ops/test_contract_compile.py",
     "ops/test_row_norm_compile.py",
     "ops/test_jit_trace.py",
     "kernels/test_triton_cases.py",
@@ -52,6 +53,7 @@ _MODELS = (
 _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (
     Shard("special", "graphs, streams, autocast, wide rows, Adam's bits", _SPECIAL, f"not ({_LARGE})"),
+    Shard("operators", "what every operator promises", ("ops/test_contract.py",)),
     Shard("row_norm-cuda", "the contract of row_norm, CUDA C++", _ROW_NORM, "not triton"),
     Shard("row_norm-triton", "the contract of row_norm, Triton", _ROW_NORM, "triton"),
     Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),

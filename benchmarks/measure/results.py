@@ -24,7 +24,6 @@ SUITES = (
     "cross_entropy",
     "attention",
     "overhead",
-    "bert_blocks",
     "training",
     "default_patch",
     "adam",

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from onetrip.environment import last_level_cache_bytes
-from onetrip.measure import spread
+from onetrip.measure import Slowdown, spread
 
 T = TypeVar("T")
 
@@ -95,42 +93,22 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else Clock()
 
 
-def _scheduled() -> dict[str, tuple[int, int]]:
-    """Thread of this process -> nanoseconds that it ran, and that it waited for a CPU. Empty where the kernel does not
-    tell (Documentation/scheduler/sched-stats.rst)."""
-    found = {}
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, ValueError):  # a thread that has ended
-            ran, waited, _ = path.read_text().split()
-            found[path.parent.name] = int(ran), int(waited)
-    return found
-
-
 class Rounds:
-    """rounds(function, n) calls function n times, without garbage collection.
-
-    cpu_slowdown says how much slower the calls were because their threads waited for a CPU that other processes held: 1
-    on a quiet machine, None where the system does not tell. A thread that waits keeps all others waiting, so the
-    waiting times of the threads add up.
-    """
+    """rounds(function, n) calls function n times, without garbage collection. cpu_slowdown: as Slowdown.factor."""
 
     cpu_slowdown: float | None = None
 
     def __call__(self, function: Callable[[], T], rounds: int) -> T:
-        before, collects = _scheduled(), gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()
         try:
-            for _ in range(rounds):
-                result = function()
+            with Slowdown() as slowdown:
+                for _ in range(rounds):
+                    result = function()
         finally:
             if collects:
                 gc.enable()
-        spent = [
-            (ran - before.get(thread, (0, 0))[0], waited - before.get(thread, (0, 0))[1])
-            for thread, (ran, waited) in _scheduled().items()
-        ]
-        longest = max((ran for ran, _ in spent), default=0)
-        self.cpu_slowdown = 1.0 + sum(waited for _, waited in spent) / longest if longest > 0 else None
+        self.cpu_slowdown = slowdown.factor
         return result
 
 

@@ -41,7 +41,6 @@ def by_topic(results: Results) -> dict[str, list[Table]]:
         ],
         "installation": install(cases(results, "install")),
         "overhead": overhead(cases(results, "overhead")),
-        "memory": [*saved(cases(results, "bert_blocks"))],
         "counters": [*counters(results)],
         "run": verified(cases(results, "everything")),
     }
@@ -202,28 +201,6 @@ def overhead(cases: Cases) -> list[Table]:
         *map(time, others),
     ]
     return table("Overhead of a call", columns, cases)
-
-
-def saved(cases: Cases) -> Iterator[Table]:
-    for case in cases:
-        eager, patched = case["saved_bytes"]["eager"], case["saved_bytes"]["patched"]
-        rows = [
-            (words, mib(eager[name]), mib(patched[name]), fixed(patched[name] / eager[name], 3))
-            for name, words in (
-                ("blocks", "the two output blocks, without the inputs of their Linears"),
-                ("blocks_with_linear_inputs", "the two output blocks, with them"),
-                ("layer", "the whole encoder layer"),
-            )
-        ]
-        note = (
-            "BertSelfOutput and BertOutput of transformers, training mode; distinct storages saved by autograd, "
-            "parameters never counted. What a Linear keeps of its own input it keeps whatever follows it."
-        )
-        title = (
-            f"Saved for backward: BERT-large encoder layer, {case['batch_size']} x {case['sequence_length']} tokens, "
-            f"dropout {case['dropout_p']:g}"
-        )
-        yield Table(title, ("what is counted", "eager MiB", "patched MiB", "patched / eager"), rows, note)
 
 
 def _function(demangled: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from onetrip import terminal
 from onetrip.environment import describe
 from onetrip.html import Cell, Entry, Table
+from onetrip.measure import SLOWED
 
 from ..measure.cases import ELEMENTS, gpu_shapes
 from ..measure.results import OPERATOR_SUITES, Results, failures
@@ -22,8 +23,6 @@ Times = dict[str, Any]
 """A pass of a provider: median_ms, p20_ms, p80_ms, gb_per_s, share_of_copy."""
 _MIB = 1 << 20
 BOTH = "forward_backward"
-_SLOWED = 1.1
-"""Slowdown by other processes: above it a time is doubtful."""
 Column = tuple[str, Callable[[Any], Entry]]
 """Its head, and the entry of a row."""
 
@@ -326,7 +325,7 @@ def provenance(results: Results) -> list[str]:
 def load_in_words(results: Results) -> str:
     """What waiting for CPUs that other processes held did to the cases; empty where it was little."""
     found = [case["cpu_slowdown"] for case in cases(results, *results) if case.get("cpu_slowdown") is not None]
-    slowed = [slowdown for slowdown in found if slowdown > _SLOWED]
+    slowed = [slowdown for slowdown in found if slowdown > SLOWED]
     if not slowed:
         return ""
     n = f"{len(slowed)} of {len(found)}"

@@ -187,11 +187,6 @@ def _overhead(operator: str) -> Measure:
     return measure
 
 
-def _saved(case: dict[str, Any]) -> Found:
-    saved = case["saved_bytes"]
-    return Found(saved["patched"]["blocks"] / saved["eager"]["blocks"])
-
-
 def _install(case: dict[str, Any]) -> Found:
     return Found(case["total_s"], f"{case['package_s']:.0f} s without the dependencies")
 
@@ -347,8 +342,6 @@ def _model_targets() -> Iterator[_Target]:
             measure = _speed_up("default_patch", *PATCHING, shape=shape, dtype=dtype, mode="train")
             name = f"{shape}, {dtype}: forward + backward, unpatched / patched with default arguments"
             yield _Target(name, limit, measure)
-    name = "BERT-large output blocks: bytes saved for backward, patched / eager"
-    yield _Target(name, 0.5, _first(_saved, "bert_blocks"), unit="", at_least=False)
 
 
 TARGETS = {"cpu": tuple(_cpu_targets()), "gpu": tuple(_gpu_targets())}

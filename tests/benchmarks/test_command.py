@@ -60,7 +60,7 @@ def rejected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def test_an_unknown_pattern_lists_the_cases(rejected: Callable[..., str]) -> None:
     message = rejected("--only", "sofmax")
     assert "--only sofmax: unknown case" in message
-    for known in (CASE, "overhead-layer_norm-grad", "saved_bytes-bert_large_output_blocks"):
+    for known in (CASE, "overhead-layer_norm-grad", "default_patch-BERT-fp32-train"):
         assert f"  {known}\n" in message
 
 

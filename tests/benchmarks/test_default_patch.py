@@ -11,8 +11,12 @@ from onetrip.benchmarks.measure.cases import Session, Skip
 from onetrip.benchmarks.show import run_tables, targets
 from onetrip.benchmarks.suites import default_patch
 from onetrip.benchmarks.suites.default_patch import PatchCase, cases, measure
+from onetrip.measure import saved_bytes
 
 pytest.importorskip("transformers")
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertLayer
+
 SESSION = Session(torch.device("cpu"), quick=True)
 
 
@@ -60,3 +64,17 @@ def test_a_dtype_that_the_cpu_emulates_is_skipped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(default_patch, "_times_float32", lambda dtype, device: 100.0)
     with pytest.raises(Skip, match="in bf16 takes 100 times"):
         measure(PatchCase("BERT", torch.bfloat16, True), SESSION)
+
+
+def test_patched_output_blocks_of_bert_save_half_of_what_eager_ones_save() -> None:
+    """BertSelfOutput and BertOutput; the inputs of their Linears apart, which autograd keeps whatever follows."""
+    layer = BertLayer(BertConfig(hidden_size=256, num_attention_heads=4, intermediate_size=1024)).train()
+    hidden, residual, wide = (torch.randn(2, 16, n, requires_grad=True) for n in (256, 256, 1024))
+
+    def blocks() -> tuple[torch.Tensor, torch.Tensor]:
+        return layer.attention.output(hidden, residual), layer.output(wide, residual)
+
+    not_counted = [*layer.parameters(), hidden, wide]
+    eager = saved_bytes(blocks, not_counted)
+    with onetrip.patched(layer):
+        assert 0 < 2 * saved_bytes(blocks, not_counted) <= eager

@@ -38,7 +38,6 @@ def recorded() -> results.Results:
         ("LayerNorm alone, widths 64 to 16,384: backward", "1.33x (width 1024, the worst of 10)", True),
         ("RMSNorm alone, widths 64 to 16,384: forward", "1.50x (width 64, the worst of 10)", True),
         ("RMSNorm alone, widths 64 to 16,384: backward", "3.00x (width 64, the worst of 10)", True),
-        ("BERT-large output blocks", "0.500", True),
         ("1 x 8: layer_norm", "8.40 µs (with grad)", True),
         ("1 x 8: rms_norm", "15.50 µs (with grad)", False),
         ("1 x 8: bias_dropout_residual_norm, p = 0.1", "not measured", None),
@@ -110,7 +109,7 @@ def page() -> list[str]:
     "line",
     [
         "## test-cpu-2-cores",
-        "bert_blocks, install, overhead, row_norm: 2026-01-02, Test CPU, 2 cores, 2 threads, kernels: avx512; "
+        "install, overhead, row_norm: 2026-01-02, Test CPU, 2 cores, 2 threads, kernels: avx512; "
         "python 3.11.7, torch 2.13.0+cpu, onetrip 0.1.0; commit 0123456789ab.",
         "### bias_dropout_residual_layer_norm-p0.1, 4096 x 1024 fp32",
         "| onetrip cpu | 4 (3.6–4.4) | 10.0 | 50% | 8 (7.2–8.8) | 10.0 | 50% | 12 (10.8–13.2) | 6.00x | 16.0 | 48.0 | "
@@ -119,7 +118,6 @@ def page() -> list[str]:
         "### layer_norm alone, fp32, 4 Mi elements at every width",
         "| 64 | 2 (1.8–2.2) | 2.5 (2.25–2.75) | 0.80x | 50% | 4 (3.6–4.4) | 3 (2.7–3.3) | 1.33x | 50% |",
         "| rms_norm | yes | 7.0 (6.0–8.0) | 15.5 (14.5–16.5) |",
-        "| the two output blocks, without the inputs of their Linears | 8.0 | 4.0 | 0.500 |",
         "| CPU kernels only | 60 | 45 | 105 |",
         "| onetrip triton | on the CPU it is only interpreted: a time would mean nothing | "
         "bias_dropout_residual_layer_norm-p0.1-M4096-N1024-fp32 |",

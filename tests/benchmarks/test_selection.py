@@ -84,7 +84,7 @@ def test_suites_that_cannot_race_against_anyone_named_are_left_out(against: list
         ({"shape": ["4096"]}, "--shape 4096: must read ROWSxCOLS, for example 4096x1024"),
         ({"shape": ["0x64"]}, "--shape 0x64: must read ROWSxCOLS"),
         ({"op": ["attention"], "shape": ["8x64"]}, "attention has no --shape"),
-        ({"op": ["bert_blocks"], "dtype": ["bf16"]}, "bert_blocks has no --dtype"),
+        ({"op": ["default_patch"], "dtype": ["bf16"]}, "default_patch has no --dtype"),
         (
             {"op": ["adam"], "against": ["liger"]},
             "adam has no liger: --against takes eager, apex, ",

@@ -46,9 +46,10 @@ def run_gpu_tests(gpu: dict[str, str], files: str, keywords: str, least: int) ->
 
 
 GPU_TESTS = {
-    "row_norm": ("ops/test_row_norm_[bfi]*.py", "", 530),
+    "row_norm": ("ops/test_row_norm_[bf]*.py", "", 360),
     "row_norm, the rest": ("ops/test_row_norm_[dcg]*.py nn/test_row_norm.py", "", 115),
-    "softmax, adam, tracing": ("ops/test_softmax*.py ops/test_adam_gpu.py ops/test_jit_trace.py", "", 140),
+    "softmax, adam, tracing": ("ops/test_softmax*.py ops/test_adam_gpu.py ops/test_jit_trace.py", "", 134),
+    "operators": ("ops/test_contract*.py", "", 290),
     # A training loop of each dtype.
     "models": ("patching/test_models_gpu.py", " and (gradients or bert or llama and bf16)", 8),
 }
@@ -72,9 +73,9 @@ def test_gpus_without_clusters(gpu: dict[str, str], capability: int) -> None:
 # backend other than the automatic one loses in a backward, which runs in another thread.
 TRITON = {
     "row_norm": (
-        "ops/test_row_norm_[bcdg]*.py",
-        "triton and (which_others and (0.4 or 1024) or replay and (256 or 8192) or checkpoint or f32-bias"
-        " or f32-return)",
+        "ops/test_row_norm_[bg]*.py ops/test_contract*.py",
+        "triton and (which_others and (0.4 or 1024) or replay and (256 or 8192) or f32-bias"
+        " or rms_block and (checkpoint or compiled_equals))",
         18,
     ),
     "models": ("patching/test_models_gpu.py", "triton and bert and (gradients or fp16)", 2),

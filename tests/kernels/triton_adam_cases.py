@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from adam_cases import RESIDUALS, ROUNDINGS, assert_same_bits
+from adam_cases import ADAMW, GROUPS, RESIDUALS, ROUNDINGS, assert_same_bits
 from onetrip import use_backend
 from onetrip.kernels.adam import code_table
 from onetrip.optim.table import StepTable
@@ -27,7 +27,6 @@ from triton_runner import DEVICE, INTERPRETED
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
-ADAMW = Group(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False)
 PLAIN = ADAMW._replace(beta1=0.0, beta2=0.0, weight_decay=0.0)
 """m becomes the gradient, and v its square, whatever they were."""
 KEY = 0x1234_5678_9ABC_DEF0
@@ -222,23 +221,12 @@ def test_tensors_groups_and_kinds_in_one_step_after_another():
     assert shared.item() == 10.0
 
 
-@pytest.mark.parametrize(
-    "group",
-    [
-        ADAMW._replace(maximize=True),
-        ADAMW._replace(decoupled=False),
-        ADAMW._replace(decoupled=False, weight_decay=0.0),
-        ADAMW._replace(eps=0.0),
-        ADAMW._replace(lr=0.0),
-        ADAMW._replace(beta1=0.0),
-        ADAMW._replace(beta2=0.0),
-        ADAMW._replace(beta1=0.5, beta2=0.25),
-        ADAMW._replace(lr=torch.tensor(0.125, device=DEVICE)),
-    ],
-    ids=["maximize", "l2", "l2=0", "eps=0", "lr=0", "beta1=0", "beta2=0", "beta1^2=beta2", "lr-tensor"],
-)
+@pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
-def test_groups(group, is_8bit):
+def test_groups(name, is_8bit):
+    group = GROUPS[name]
+    if isinstance(group.lr, Tensor):
+        group = group._replace(lr=group.lr.to(DEVICE))
     step_and_compare([make_slot(150, is_8bit=is_8bit)], [randn(150)], [group])
 
 

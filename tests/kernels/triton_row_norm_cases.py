@@ -25,8 +25,9 @@ from triton_runner import (  # noqa: F401
     DEVICE,
     EMULATED,
     INTERPRETED,
-    comparable,
+    assert_close,
     expanded,
+    memory_past_2_to_the_31,
     odd_row_stride,
     offset_by_one,
     uninitialised_memory_is_nan,
@@ -66,22 +67,6 @@ def plan_of(norm: int, z_dtype: torch.dtype, **changes: Any) -> RowNormPlan:
 
 def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def assert_close(actual: Tensor | None, expected: Tensor | None, roundings: int = 1) -> None:
-    """Equal but for the order of float32 sums and a unit in the last place for each rounding; NaN where expected."""
-    assert (actual is None) == (expected is None)
-    if actual is None or expected is None:
-        return
-    a, e = comparable(actual, expected)
-    if a.numel() == 0:
-        return
-    # Float32 arithmetic in another order, relative to the largest terms; then the rounding of the result.
-    bound = 16 * torch.finfo(F32).eps * e.abs().max().clamp_min(1e-30)
-    if actual.dtype != F32:
-        bound = bound + roundings * torch.finfo(actual.dtype).eps * e.abs()
-    excess = ((a - e).abs() - bound).max().item()
-    assert excess <= 0, f"off by {excess:.3g} more than the bound"
 
 
 def check_forward(
@@ -304,10 +289,8 @@ def test_operators_give_the_same_bits_wherever_tensors_lie(n_cols: int, layout: 
 
 
 def test_rows_past_2_to_the_31_elements() -> None:
-    torch.use_deterministic_algorithms(False)  # reserves 4 GiB of addresses, and must not fill them
-    stride = 2**31 + 8
-    x = torch.empty(stride + 16, dtype=F16, device=DEVICE).as_strided((2, 16), (stride, 1))
-    x.copy_(randn(2, 16))
+    storage, stride = memory_past_2_to_the_31()
+    x = storage.as_strided((2, 16), (stride, 1)).copy_(randn(2, 16))
     check_forward(x, None, [None, None, None], None, plan_of(NORM_RMS, F16))
 
 

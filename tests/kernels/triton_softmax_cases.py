@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton_runner
 from onetrip import reference
 from onetrip.kernels import softmax
 from onetrip.kernels.tiles import TileRule, tile
@@ -22,8 +23,8 @@ from triton_runner import (  # noqa: F401
     DEVICE,
     EMULATED,
     INTERPRETED,
-    comparable,
     expanded,
+    memory_past_2_to_the_31,
     odd_row_stride,
     offset_by_one,
     uninitialised_memory_is_nan,
@@ -99,21 +100,7 @@ def mask_of(name: str, n_cols: int, dtype: torch.dtype, col_stride: int = 1, pad
 
 
 def assert_close(actual: Tensor | None, expected: Tensor | None, terms: int = 1) -> None:
-    """Equal but for float32 arithmetic in another order and the rounding of the result; NaN where expected.
-
-    terms: how many values were added up.
-    """
-    assert (actual is None) == (expected is None)
-    if actual is None or expected is None:
-        return
-    a, e = comparable(actual, expected)
-    if a.numel() == 0:
-        return
-    bound = 16 * terms * torch.finfo(F32).eps * e.abs().max().clamp_min(1e-30)
-    if actual.dtype != F32:
-        bound = bound + torch.finfo(actual.dtype).eps * e.abs() + torch.finfo(actual.dtype).smallest_normal
-    excess = ((a - e).abs() - bound).max().item()
-    assert excess <= 0, f"off by {excess:.3g} more than the bound"
+    triton_runner.assert_close(actual, expected, terms=terms, may_flush=True)
 
 
 def check_forward(
@@ -345,11 +332,8 @@ def test_same_bits_wherever_the_tensors_lie(n_cols: int, make: Any, tiles: str) 
 
 
 def test_rows_past_2_to_the_31_elements() -> None:
-    torch.use_deterministic_algorithms(False)  # reserves 4 GiB of addresses, and must not fill them
-    stride = 2**31 + 8
-    scores = torch.empty(stride + 16, dtype=F16, device=DEVICE).as_strided((2, 16), (stride, 1))
-    scores.copy_(randn(2, 16))
-    mask = torch.empty(stride + 16, dtype=F16, device=DEVICE)
+    (memory, stride), (mask, _) = memory_past_2_to_the_31(), memory_past_2_to_the_31()
+    scores = memory.as_strided((2, 16), (stride, 1)).copy_(randn(2, 16))
     mask.as_strided((2, 16), (stride, 1)).copy_(randn(2, 16))
     check_forward(scores, mask, MaskLayout((2,), (stride,), 1))
 

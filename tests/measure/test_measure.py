@@ -131,38 +131,39 @@ def test_spread(values, expected):
     assert (found.median, found.p20, found.p80) == pytest.approx(expected)
 
 
-needs_proc = pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the system has no /proc/stat")
-
-
-def busy_ticks(monkeypatch, readings):
-    """Stands in for the counters: (wall clock, busy CPU seconds of the machine, of this process)."""
-    values = iter(readings)
-    monkeypatch.setattr("onetrip.measure._cpu_seconds", lambda: next(values))
-
-
-def test_cpu_time_of_other_processes_is_the_machine_s_less_our_own(monkeypatch):
-    busy_ticks(monkeypatch, [(10.0, 100.0, 5.0), (14.0, 107.0, 8.0)])
-    with measure.BusyCpus() as busy:
+def slowdown_of(monkeypatch, before, after):
+    """Of a block between two readings: thread -> nanoseconds that it ran and waited."""
+    readings = iter([before, after])
+    monkeypatch.setattr(measure, "_scheduled", lambda: next(readings))
+    with measure.Slowdown() as slowdown:
         pass
-    assert busy.others == pytest.approx((7 - 3) / 4)
+    return slowdown.factor
 
 
-def test_without_counters_nobody_is_said_to_be_busy(monkeypatch):
-    busy_ticks(monkeypatch, [None, None])
-    with measure.BusyCpus() as busy:
-        pass
-    assert busy.others is None
+def test_waiting_threads_add_up_beside_the_one_that_ran_longest(monkeypatch):
+    before, after = {"1": (100, 10), "ended": (1, 1)}, {"1": (300, 60), "new": (100, 50)}
+    assert slowdown_of(monkeypatch, before, after) == 1.0 + (50 + 50) / 200
 
 
-@needs_proc
-def test_a_process_that_spins_beside_us_is_seen():
+def test_without_counters_nothing_is_said_of_the_load(monkeypatch):
+    assert slowdown_of(monkeypatch, {}, {}) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the system has no schedstat")
+def test_a_process_that_spins_on_our_cpu_is_seen():
+    cpus = os.sched_getaffinity(0)
     spin = "import time\nend = time.time() + 20\nwhile time.time() < end: pass"
     other = subprocess.Popen([sys.executable, "-c", spin])
     try:
-        with measure.BusyCpus() as busy:
-            time.sleep(1.5)
+        for process in (0, other.pid):
+            os.sched_setaffinity(process, {min(cpus)})
+        time.sleep(0.2)  # the other one starts
+        with measure.Slowdown() as slowdown:
+            end = time.thread_time() + 0.3
+            while time.thread_time() < end:
+                pass
     finally:
+        os.sched_setaffinity(0, cpus)
         other.kill()
         other.wait()
-    # On a busy machine the others take more still; a quarter leaves time for the interpreter to start.
-    assert busy.others > 0.25
+    assert slowdown.factor > 1.3

@@ -39,21 +39,24 @@ def test_tables(run, measuring):
     assert "improves speed" in result.stdout and "saves memory" in result.stdout
 
 
-def test_resume_measures_only_what_is_missing(run, measuring, tmp_path):
-    assert run(*SMALL, "--only", "sgd", "--output", tmp_path).exit_code == 0
-    measuring.clear()
-    result = run(*SMALL, "--only", "sgd", "--only", "preloading", "--output", tmp_path, "--resume")
-    assert result.exit_code == 0 and measuring == ["preloading"]
+def test_interrupted_keeps_what_is_done_and_resume_measures_the_rest(
+    run, measuring, break_method, monkeypatch, tmp_path
+):
+    def saved():
+        result = json.loads((tmp_path / "methods.json").read_text())
+        return result["interrupted"], [entry["name"] for entry in result["methods"]]
 
-
-def test_interrupted_keeps_what_is_done(run, measuring, break_method, monkeypatch, tmp_path):
-    break_method(monkeypatch, "sgd", KeyboardInterrupt())
-    result = run(*SMALL, "--only", "adamw8bit", "--only", "sgd", "--output", tmp_path)
-    assert result.exit_code == 130
-    assert "interrupted" in result.stdout
-    saved = json.loads((tmp_path / "methods.json").read_text())
-    assert [entry["name"] for entry in saved["methods"]] == ["baseline", "adamw8bit"]
+    asked = [*SMALL, "--only", "adamw8bit", "--only", "sgd", "--output", tmp_path]
+    with monkeypatch.context() as patch:
+        break_method(patch, "sgd", KeyboardInterrupt())
+        result = run(*asked)
+    assert result.exit_code == 130 and "interrupted" in result.stdout
+    assert saved() == (True, ["baseline", "adamw8bit"])
     assert "interrupted" in (tmp_path / "methods.html").read_text()
+    measuring.clear()
+    assert run(*asked, "--only", "preloading", "--resume").exit_code == 0
+    assert measuring == ["sgd", "preloading"]
+    assert saved() == (False, ["baseline", "adamw8bit", "sgd", "preloading"])
 
 
 @pytest.mark.parametrize(("name", "code"), [("adamw8bit", 1), ("sgd", 0)])

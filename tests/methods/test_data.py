@@ -5,8 +5,9 @@ from itertools import islice
 import pytest
 import torch
 from onetrip import anatomy
+from onetrip.anatomy.models import IGNORED_LABEL, first_word_id
 from onetrip.methods import Recipe
-from onetrip.methods.data import IGNORED_LABEL, first_word_id, hashed_ids, make_data, prose, split_rows
+from onetrip.methods.data import hashed_ids, make_data, prose, split_rows
 
 
 def data_of(preset, **more):

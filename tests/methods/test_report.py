@@ -60,23 +60,21 @@ def test_words(result):
     assert memory_words(entry(result, "preloading")) == "no"
 
 
-def test_tables_fit_eighty_columns(result):
-    console = Console(width=80)
+def printed(result, width=80):
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(render(result))
-    text = capture.get()
+    return capture.get()
+
+
+def test_tables_hold_every_figure(result):
+    text = printed(result)
     for words in (*methods.METHODS, "yes, 1.31x", "350.0M", "skipped", "needs a CUDA device"):
         assert words in text
     assert "Combined: fused-kernels + adamw8bit." in text
     assert "Fused kernels: 3 calls of patched modules ran transformers' own code." in " ".join(text.split())
-    assert "…" not in text and "interrupted" not in text
-
-
-def test_an_interrupted_run_says_so(result):
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(render(result | {"interrupted": True, "methods": []}))
-    assert "interrupted" in capture.get()
+    assert "interrupted" not in text
+    assert "interrupted" in printed(result | {"interrupted": True, "methods": []})
 
 
 def test_page(result, tmp_path):
@@ -114,9 +112,6 @@ def test_page_of_a_run_without_comparisons(result):
 @pytest.mark.parametrize("width", [48, 80])
 def test_tables_obey_columns(result, width):
     """Once columns that could not wrap were cut off on narrow consoles."""
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(render(result))
-    lines = capture.get().splitlines()
+    lines = printed(result, width).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= width
     assert not any("…" in line for line in lines)

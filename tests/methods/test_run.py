@@ -236,20 +236,6 @@ def test_what_is_done_is_saved_after_every_method(options, measuring):
     assert saved == [["baseline"], ["baseline", "sgd"], ["baseline", "sgd", "preloading"]]
 
 
-def test_interrupted_and_resumed(options, measuring, break_method, monkeypatch, tmp_path):
-    asked = replace(options, only=("sgd", "preloading", "adamw8bit"))
-    save = lambda result: methods.write_json(result, tmp_path)  # noqa: E731
-    with monkeypatch.context() as patch:
-        break_method(patch, "sgd", KeyboardInterrupt())
-        result = methods.run(asked, save=save)
-    assert result["interrupted"] and [entry["name"] for entry in result["methods"]] == ["baseline", "adamw8bit"]
-    assert json.loads((tmp_path / "methods.json").read_text()) == result
-    measuring.clear()
-    result = methods.run(asked, save=save, previous=methods.load_previous(tmp_path))
-    assert measuring == ["sgd", "preloading"]
-    assert not result["interrupted"] and len(result["methods"]) == 4
-
-
 def test_resuming_measures_again_what_failed(options, measuring, break_method, monkeypatch):
     asked = replace(options, only=("sgd",))
     with monkeypatch.context() as patch:

@@ -14,6 +14,7 @@ from adam_cases import (
     DTYPE_IDS,
     F16,
     F32,
+    GROUPS,
     ROUNDINGS,
     assert_same_bits,
     copied,
@@ -21,7 +22,7 @@ from adam_cases import (
     new_slot,
     new_slots,
 )
-from cpu_cases import assert_any_number_of_threads_prints_the_same
+from cpu_cases import with_each_number_of_threads
 from onetrip.ops.common.backends import native as native_library
 from onetrip.ops.common.backends import use_backend
 from onetrip.optim.table import StepTable
@@ -114,21 +115,6 @@ def test_random_bits_beyond_what_32_bits_count(level):
 def test_addresses_one_element_off(level, dtype, is_8bit):
     sizes = (129, 1000, 4097)
     check(new_slots(sizes, dtype, is_8bit, shift=1), [gradients(sizes, dtype, seed, shift=1) for seed in range(2)])
-
-
-GROUPS = {
-    "l2": ADAMW._replace(decoupled=False),
-    "no_decay": ADAMW._replace(weight_decay=0.0),
-    "maximize": ADAMW._replace(maximize=True),
-    "l2_maximize": ADAMW._replace(decoupled=False, maximize=True),
-    "no_momentum": ADAMW._replace(beta1=0.0),
-    "no_memory": ADAMW._replace(beta2=0.0),
-    "beta1_near_1": ADAMW._replace(beta1=0.999, beta2=0.9),
-    "no_eps": ADAMW._replace(eps=0.0),
-    "large_eps": ADAMW._replace(eps=1.0),
-    "lr_tensor": ADAMW._replace(lr=torch.tensor(0.3)),
-    "no_lr": ADAMW._replace(lr=0.0),
-}
 
 
 @BITS
@@ -391,24 +377,19 @@ def test_nothing_is_written_outside(level, dtype, n, is_8bit):
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_the_number_of_threads():
-    code = """
-import hashlib, torch
-from adam_cases import ADAMW, gradients, new_slots
-from onetrip.optim.table import StepTable
-digest = hashlib.sha256()
-for sizes in ((500,) * 200, (1, 127, 300_000, 129, 70_000)):
-    for is_8bit in (True, False):
-        slots = new_slots(sizes, torch.float32, is_8bit)
+@BITS
+@pytest.mark.parametrize("sizes", [(500,) * 200, (1, 127, 300_000, 129, 70_000)], ids=["many", "large"])
+def test_no_bit_depends_on_the_number_of_threads(sizes, is_8bit):
+    def run() -> list[Slot]:
+        slots = new_slots(sizes, F32, is_8bit)
         table = StepTable.of_slots(slots)
         for seed in range(2):
             table.step(gradients(sizes, seed=seed), [ADAMW])
-        for slot in slots:
-            for tensor in slot[:5]:
-                digest.update(b"" if tensor is None else tensor.numpy().tobytes())
-print(digest.hexdigest())
-"""
-    assert_any_number_of_threads_prints_the_same(code)
+        return slots
+
+    first, *others = with_each_number_of_threads(run)
+    for slots in others:
+        assert_same_bits(slots, first)
 
 
 @pytest.mark.promise("Q1")

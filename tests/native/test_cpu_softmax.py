@@ -9,7 +9,6 @@ from cpu_cases import (
     DTYPE_IDS,
     F16,
     F32,
-    assert_any_number_of_threads_prints_the_same,
     at_levels_with_fused_multiply_add,
     normal,
 )
@@ -315,27 +314,6 @@ def test_empty_is_a_no_op(n_rows, n_cols):
     assert forward(-1, 0, n_rows, n_cols, None, 0, None, None, None, 0, None) == 0
     assert backward(-1, 0, n_rows, n_cols, None, 0, None, 0, None, None, None, 0) == 0
     assert library.softmax_workspace(-1, n_rows, n_cols, (), ()) == 0
-
-
-@pytest.mark.slow
-def test_no_bit_depends_on_the_number_of_threads():
-    code = """
-import hashlib, torch
-from onetrip.ops import softmax_native as native
-from onetrip.ops.common.masks import contiguous_layout
-from onetrip.reference.softmax import BackwardOperands, Operands, SoftmaxPlan
-torch.manual_seed(0)
-digest = hashlib.sha256()
-for shape, mask_shape in (((6, 5, 40, 100), (100,)), ((3, 4, 33, 65), (4, 33, 65)), ((3, 1, 1, 70000), (70000,))):
-    scores, dy, mask = torch.randn(shape), torch.randn(shape), torch.randn(mask_shape)
-    layout = contiguous_layout(shape, mask_shape)
-    plan = SoftmaxPlan(0.5, True, 0.1, True)
-    y, p = native.forward(Operands(scores, mask, layout, shape[2]), (1, 2), plan)
-    for tensor in (y, p, *native.backward(BackwardOperands(dy, p, layout, shape[2]), plan, True, True)):
-        digest.update(tensor.numpy().tobytes())
-print(digest.hexdigest())
-"""
-    assert_any_number_of_threads_prints_the_same(code)
 
 
 def test_levels_with_a_fused_multiply_add_have_the_same_exponentials():

@@ -126,9 +126,7 @@ def test_wrong_width_of_a_one_dimensional_norm_raises(affine):
 
 @pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12)], ids=str)
 def test_empty_batches(shape):
-    for module in (nn.LayerNorm(12), nn.LayerNorm(shape[1:]), nn.RMSNorm(12)):
-        if 0 in getattr(module, "normalized_shape", ()):
-            continue
+    for module in (nn.LayerNorm(12), nn.RMSNorm(12)):
         assert module(torch.randn(shape)).shape == shape
 
 

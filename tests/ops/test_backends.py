@@ -35,16 +35,21 @@ def _process_choice_is_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where the package was installed without a compiler."""
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test changes is seen, and forgotten with the test."""
     caches = (backends.unavailable_reason, backends._automatic)
-    monkeypatch.setattr(backends, "native", lambda: None)
     for cache in caches:
         cache.cache_clear()
     yield
     monkeypatch.undo()
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.fixture
+def without_native(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the package was installed without a compiler."""
+    monkeypatch.setattr(backends, "native", lambda: None)
 
 
 def chosen() -> str:
@@ -90,15 +95,11 @@ def test_a_named_backend_that_cannot_run_raises(name):
         ops.rms_norm(torch.randn(2, 8))
 
 
-def test_a_named_backend_without_kernels_of_the_family_raises(monkeypatch):
+def test_a_named_backend_without_kernels_of_the_family_raises(anew, monkeypatch):
     monkeypatch.setitem(backends.FAMILIES, "cpu", frozenset())
-    backends._automatic.cache_clear()
-    try:
-        assert backends.choose("test", CPU, True, "softmax") == "reference"
-        with onetrip.use_backend("cpu"), pytest.raises(RuntimeError, match=r"^test: backend 'cpu' .* has no softmax"):
-            backends.choose("test", CPU, True, "softmax")
-    finally:
-        backends._automatic.cache_clear()
+    assert backends.choose("test", CPU, True, "softmax") == "reference"
+    with onetrip.use_backend("cpu"), pytest.raises(RuntimeError, match=r"^test: backend 'cpu' .* has no softmax"):
+        backends.choose("test", CPU, True, "softmax")
 
 
 def test_a_named_kernel_backend_refuses_float64():
@@ -292,25 +293,18 @@ def test_triton_is_left_out_where_it_cannot_compile(version, capability, reason,
     assert re.search(reason, backends._triton_unavailable_reason("cuda", 0))
 
 
-def test_auto_says_once_why_a_gpu_runs_another_backend(monkeypatch):
+def test_auto_says_once_why_a_gpu_runs_another_backend(anew, monkeypatch):
     """A driver older than the runtime that the kernels were built with, or a GPU that they were not built for."""
     gpu = torch.device("cuda", 0)
     library = SimpleNamespace(cuda_architectures=lambda: "8.0 9.0", cuda_unavailable_reason=lambda index: "too old")
     monkeypatch.setattr(backends, "native", lambda: library)
     monkeypatch.setattr(backends, "_triton_unavailable_reason", lambda *device: "")
-    for cache in (backends.unavailable_reason, backends._automatic):
-        cache.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="onetrip: cuda:0 runs triton in place of the CUDA kernels: too old"):
-            assert backends.choose("test", gpu, True, "row_norm") == "triton"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert backends.choose("test", gpu, True, "row_norm") == "triton"
-            assert backends.choose("test", gpu, True, "rotary") == "triton"  # has no CUDA kernels
-    finally:
-        monkeypatch.undo()
-        for cache in (backends.unavailable_reason, backends._automatic):
-            cache.cache_clear()
+    with pytest.warns(UserWarning, match="onetrip: cuda:0 runs triton in place of the CUDA kernels: too old"):
+        assert backends.choose("test", gpu, True, "row_norm") == "triton"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.choose("test", gpu, True, "row_norm") == "triton"
+        assert backends.choose("test", gpu, True, "rotary") == "triton"  # has no CUDA kernels
 
 
 @pytest.mark.parametrize(

@@ -180,22 +180,6 @@ def test_large_logits_keep_their_differences(target):
         assert max_error(dx, torch.autograd.grad(truth, exact)[0]) <= 1e-7
 
 
-@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "lazily_negated"])
-def test_layout_changes_no_bit(target, layout):
-    views = {
-        "transposed": lambda: torch.randn(66, 5, device=target.device).t(),
-        "sliced": lambda: torch.randn(5, 200, device=target.device)[:, 7:73],
-        "expanded": lambda: torch.randn(1, 66, device=target.device).expand(5, 66),
-        "lazily_negated": lambda: torch._neg_view(torch.randn(5, 66, device=target.device)),
-    }
-    logits = views[layout]().detach().requires_grad_()
-    labels = torch.arange(10, device=target.device)[::2]
-    plain = logits.detach().clone().contiguous().requires_grad_()
-    found, expected = (run(lambda x: ops.cross_entropy(x, labels), [leaf]) for leaf in (logits, plain))
-    for mine, other in zip(found, expected, strict=True):
-        assert_bitwise(mine, other)
-
-
 def test_only_the_gradients_that_are_wanted(target):
     hidden, weight, bias, labels = linear_operands(target, torch.float32)
     both = torch.autograd.grad(ops.linear_cross_entropy(hidden, weight, labels, bias), (hidden, bias))
@@ -273,26 +257,6 @@ def test_float16_gradients_whose_sum_over_rows_is_too_large_do_not_overflow(targ
         torch.testing.assert_close(mine.double(), exact, rtol=1e-3, atol=0.0)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_results_are_no_views_and_can_be_added_to_in_place(target, reduction):
-    """torch raises where the result of an autograd.Function is a view that its forward made."""
-    hidden, weight, bias, labels = linear_operands(target, torch.float32)
-    tokens = labels.clamp_min(0)
-    calls = {
-        "cross_entropy": lambda: [ops.cross_entropy(F.linear(hidden, weight), labels, reduction=reduction)],
-        "linear": lambda: [ops.linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction)],
-        "logprobs": lambda: [ops.linear_logprobs(hidden, weight, tokens)],
-        "entropy": lambda: ops.linear_logprobs(hidden, weight, tokens, return_entropy=True),
-    }
-    for call in calls.values():
-        (expected,) = torch.autograd.grad(sum(y.sum() for y in call()), weight)
-        results = list(call())
-        for y in results:
-            y += weight.sum()
-        (found,) = torch.autograd.grad(sum(y.sum() for y in results), weight)
-        torch.testing.assert_close(found, expected + sum(y.numel() for y in results))
-
-
 def test_ignored_rows_are_not_multiplied(target):
     """On a CPU: rows of NaN that are ignored reach no product; and no more logits than a chunk's exist."""
     hidden, weight, _, labels = linear_operands(target, torch.float32)
@@ -321,14 +285,6 @@ def test_nothing_is_read_back_from_another_device(is_mean):
     assert losses.shape == (64,) and [g.shape for g in gradients] == [(64, 32), (100, 32), (100,)]
 
 
-def test_meta_tensors_have_the_result_of_their_shapes():
-    hidden, weight = (torch.empty(s, device="meta", requires_grad=True) for s in ((4, 6), (9, 6)))
-    labels = torch.zeros(4, dtype=torch.int64, device="meta")
-    loss = ops.linear_cross_entropy(hidden, weight, labels) + ops.cross_entropy(hidden, labels)
-    assert loss.is_meta and loss.shape == ()
-    assert [g.shape for g in torch.autograd.grad(loss, (hidden, weight))] == [(4, 6), (9, 6)]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_does_not_synchronise_the_gpu():
@@ -346,53 +302,6 @@ def test_does_not_synchronise_the_gpu():
         run(step, leaves)
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
-def test_empty(target, shape):
-    hidden = torch.randn(*shape, N_HIDDEN, device=target.device, requires_grad=True)
-    weight = torch.randn(9, N_HIDDEN, device=target.device, requires_grad=True)
-    labels = torch.zeros(shape, dtype=torch.int64, device=target.device)
-    for reduction in ("mean", "none"):
-        loss = ops.linear_cross_entropy(hidden, weight, labels, reduction=reduction)
-        dhidden, dweight = torch.autograd.grad(loss.sum(), (hidden, weight))
-        assert loss.sum() == 0.0 and dhidden.shape == hidden.shape and (dweight == 0.0).all()
-    logits = torch.randn(*shape, 9, device=target.device, requires_grad=True)
-    assert torch.autograd.grad(ops.cross_entropy(logits, labels), logits)[0].shape == logits.shape
-    assert ops.linear_logprobs(hidden, weight, labels).shape == shape
-
-
-@ALL_OPTIONS
-def test_float64_and_its_gradients(options):
-    hidden, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
-    labels = torch.tensor([0, 6, options.get("ignore_index", -100), 2, 3])
-    assert torch.autograd.gradcheck(
-        lambda h, w, b: ops.linear_cross_entropy(h, w, labels, b, chunk_rows=2, **options), (hidden, weight, bias)
-    )
-    assert torch.autograd.gradcheck(lambda b: ops.cross_entropy(b[None], labels[:1], **options), (bias,))
-
-
-def test_float64_logprobs_and_their_gradients():
-    hidden, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
-    tokens = torch.tensor([0, 6, 1, 2, 3])
-    assert torch.autograd.gradcheck(
-        lambda h, w, b: ops.linear_logprobs(h, w, tokens, b, temperature=0.5, return_entropy=True),
-        (hidden, weight, bias),
-    )
-
-
-def test_transforms_of_torch_func():
-    hidden, weight, labels = torch.randn(4, 6, 5), torch.randn(11, 5), torch.randint(0, 11, (4, 6))
-    batched = torch.func.vmap(lambda h, y: ops.linear_cross_entropy(h, weight, y))(hidden, labels)
-    singles = torch.stack([ops.linear_cross_entropy(h, weight, y) for h, y in zip(hidden, labels, strict=True)])
-    torch.testing.assert_close(batched, singles)
-    gradient = torch.func.grad(lambda w: ops.linear_cross_entropy(hidden, w, labels))(weight)
-    leaf = weight.clone().requires_grad_()
-    torch.testing.assert_close(gradient, torch.autograd.grad(ops.linear_cross_entropy(hidden, leaf, labels), leaf)[0])
-    torch.testing.assert_close(
-        torch.func.grad(lambda h: ops.linear_logprobs(h, weight, labels).sum())(hidden),
-        torch.func.grad(lambda h: -ops.linear_cross_entropy(h, weight, labels, reduction="sum"))(hidden),
-    )
-
-
 @pytest.mark.parametrize("options", [{}, {"chunk_rows": 2}, {"reduction": "none"}], ids=str)
 def test_autocast_casts_as_for_a_linear_layer(options):
     leaves = [torch.randn(shape, requires_grad=True) for shape in ((6, 5), (11, 5), (11,))]
@@ -406,19 +315,6 @@ def test_autocast_casts_as_for_a_linear_layer(options):
     for ours, theirs in zip(leaves[:3], halves, strict=False):
         assert ours.grad.dtype == torch.float32
         assert_bitwise(ours.grad.bfloat16(), theirs.grad)
-
-
-def test_operators_obey_torchs_rules():
-    hidden = torch.randn(6, 5, requires_grad=True)
-    weight, bias = torch.randn(11, 5, requires_grad=True), torch.randn(11, requires_grad=True)
-    labels, plan = torch.tensor([0, 1, -100, 10, 4, 4]), (-100, 0.1, 5.0, 0.01, 1.0)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    logits = torch.randn(6, 11, requires_grad=True)
-    torch.library.opcheck(torch.ops.onetrip.cross_entropy.default, (logits, labels, *plan), test_utils=checks)
-    arguments = (hidden, weight, bias, labels, True, 2, (True, True, True), *plan)
-    torch.library.opcheck(torch.ops.onetrip.linear_cross_entropy.default, arguments, test_utils=checks)
-    arguments = (hidden, weight, None, labels, True, 2, *plan)
-    torch.library.opcheck(torch.ops.onetrip.linear_cross_entropy_rows.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -104,15 +104,6 @@ def test_row_norm_gives_what_python_gives(name: str, dtypes: Any, monkeypatch: p
             assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
 
 
-@pytest.mark.parametrize("unpacked", [strided_pairs, Tensor.double], ids=["strided", "double"])
-def test_hooks_of_softmax(unpacked: Callable[[Tensor], Tensor]) -> None:
-    scores, cotangent = torch.randn(2, 5, 5, requires_grad=True), torch.randn(2, 5, 5)
-    (expected,) = torch.autograd.grad(ops.softmax(scores), scores, cotangent)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked):
-        y = ops.softmax(scores)
-    assert torch.equal(torch.autograd.grad(y, scores, cotangent)[0], expected)
-
-
 def test_a_mask_that_learns_is_left_to_python() -> None:
     scores, mask = torch.randn(2, 5, 5, requires_grad=True), torch.randn(1, 5, 5, requires_grad=True)
     cotangent = torch.randn(2, 5, 5)
@@ -133,38 +124,6 @@ def test_softmax_gives_what_python_gives(options: Any, dtype: Any, monkeypatch: 
     monkeypatch.setattr(softmax_autograd, "backward", refuse)
     (actual,) = torch.autograd.grad(y, scores, cotangent)
     assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("unpacked", [strided_pairs, Tensor.clone, Tensor.double], ids=["strided", "clone", "double"])
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "block", "rms block and sum"])
-def test_hooks_are_asked_for_a_saved_tensor_once(name: str, unpacked: Callable[[Tensor], Tensor]) -> None:
-    """Non-reentrant checkpointing raises at a second time. What hooks give may have other strides, another dtype."""
-    leaves = leaves_of(DTYPES["f32"], {*range(5)})
-    expected = gradients(FUNCTIONS[name](leaves), leaves, "y", Tensor.contiguous)
-    asked: list[Tensor] = []
-
-    def unpack(tensor: Tensor) -> Tensor:
-        asked.append(tensor)
-        return unpacked(tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        y = FUNCTIONS[name](leaves)
-    actual = gradients(y, leaves, "y", Tensor.contiguous)
-    assert len(asked) == (2 if name == "block" else 3)  # x or z, the statistics (in z where it is centred), the weight
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
-
-
-@pytest.mark.parametrize("change", [strided, torch.neg, lambda t: t[..., :1].expand(SHAPE)], ids=["rows", "neg", "one"])
-def test_gradients_of_any_layout(change: Callable[[Tensor], Tensor]) -> None:
-    """Also the lazy negation of torch, whose memory has the other sign."""
-    leaves = leaves_of(DTYPES["f32"], {X, WEIGHT})
-    y = FUNCTIONS["layer_norm"](leaves)
-    given = change(torch.randn(SHAPE))
-    lazy = torch._neg_view(-given) if change is torch.neg else given
-    expected = torch.autograd.grad(y, [leaves[X], leaves[WEIGHT]], given.contiguous(), retain_graph=True)
-    actual = torch.autograd.grad(y, [leaves[X], leaves[WEIGHT]], lazy)
-    assert all(map(torch.equal, actual, expected))
 
 
 CLAMPED: Any = {"limit": 0.5, "alpha": 1.702, "up_offset": 1.0}
@@ -234,22 +193,6 @@ def test_each_gradient_of_glu_alone(name: str, device: torch.device) -> None:
             only = [tensor.detach().requires_grad_(i == j) for j, tensor in enumerate(leaves)]
             (alone,) = torch.autograd.grad(GLU[name](only, 0.0), only[i], torch.ones_like(y))
             assert torch.equal(alone, whole)
-
-
-@pytest.mark.parametrize(
-    "unpacked", [strided_pairs, lambda t: t.double() if t.dim() > 1 else t], ids=["strided", "double"]
-)
-@EVERY_GLU
-def test_hooks_of_glu(name: str, unpacked: Callable[[Tensor], Tensor]) -> None:
-    leaves = [tensor.requires_grad_() for tensor in glu_operands(SHAPE, torch.float32, torch.device("cpu"))]
-    y = GLU[name](leaves, 0.0)
-    cotangent = torch.randn_like(y)
-    expected = torch.autograd.grad(y, leaves, cotangent, allow_unused=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked):
-        y = GLU[name](leaves, 0.0)
-    actual = torch.autograd.grad(y, leaves, cotangent, allow_unused=True)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
 
 
 @BACKENDS
@@ -327,13 +270,3 @@ def test_rotary_without_one_of_the_gradients() -> None:
     q_out, k_out = ops.rotary_embedding(q, k.detach(), cos, sin)
     assert q_out.requires_grad and not k_out.requires_grad
     assert torch.equal(torch.autograd.grad(q_out, q, cotangents[0])[0], expected[0])
-
-
-def test_hooks_of_rotary() -> None:
-    q, k, cos, sin = rotary_operands()
-    outputs = ops.rotary_embedding(q, k, cos, sin)
-    cotangents = [torch.randn_like(y) for y in outputs]
-    expected = torch.autograd.grad(outputs, (q, k), cotangents)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, strided_pairs):
-        outputs = ops.rotary_embedding(q, k, cos, sin)
-    torch.testing.assert_close(torch.autograd.grad(outputs, (q, k), cotangents), expected)

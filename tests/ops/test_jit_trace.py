@@ -5,31 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from onetrip import nn, ops, patch_model
+from onetrip import nn, patch_model
 from onetrip.ops.attention import attention
+from operator_cases import assert_same, each_operator, results_and_gradients
 from torch import Tensor
 
 pytestmark = pytest.mark.promise("jit")
 
-WEIGHT, BIAS = torch.linspace(-1.0, 2.0, 8), torch.linspace(0.5, -1.0, 8)
 POSITIONS, SINKS = torch.linspace(-1.0, 1.0, 9).view(1, 1, 3, 3), torch.linspace(-1.0, 1.0, 4).view(4, 1, 1)
-
-CASES: dict[str, Callable[..., Any]] = {
-    "layer_norm": lambda x, r: ops.layer_norm(x, WEIGHT.to(x.device), BIAS.to(x.device)),
-    "rms_norm": lambda x, r: ops.rms_norm(x, WEIGHT.to(x.device), cast_before_weight=True),
-    "bias_dropout_residual": lambda x, r: ops.bias_dropout_residual(x, r, BIAS.to(x.device)),
-    "pinned-dropout": lambda x, r: ops.bias_dropout_residual(x, r, dropout_p=0.5, rng=(1, 4)),
-    "norm-and-residual": lambda x, r: ops.bias_dropout_residual_norm(x, r, norm="rms", return_residual=True),
-    "centred-norm": lambda x, r: ops.bias_dropout_residual_norm(x, r, WEIGHT.to(x.device), bias=BIAS.to(x.device)),
-    "softmax": lambda x, r: ops.softmax(x, r, scale=0.5),
-    "causal-dropout": lambda x, r: ops.softmax(x, r > 0, causal=True, dropout_p=0.5, rng=(1, 4)),
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -40,28 +28,15 @@ def _without_warnings_of_the_tracer() -> Any:
         yield
 
 
-def inputs(n: int, device: str) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    return [torch.randn(n, 4, 8, generator=generator, device="cpu").to(device).requires_grad_() for _ in range(2)]
-
-
-def outcome(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor | None]:
-    """Outputs and gradients."""
-    outputs = function(*tensors)
-    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-    loss = sum((y.float().square() * (i + 2.0)).sum() for i, y in enumerate(outputs))
-    return outputs + list(torch.autograd.grad(loss, tensors, allow_unused=True))
-
-
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_traced_graph_gives_the_bits_of_eager_calls(target, name, grad):
+@each_operator(but="linear_cross_entropy")  # torch.jit.trace knows no list of bools
+def test_a_traced_graph_gives_the_bits_of_eager_calls(target, operator, grad):
     """On other sizes, too, and with gradients that nobody wanted when it was traced."""
     with torch.set_grad_enabled(grad):
-        traced = torch.jit.trace(CASES[name], tuple(inputs(2, target.device)))
-    tensors = inputs(5, target.device)
-    for actual, expected in zip(outcome(traced, tensors), outcome(CASES[name], tensors), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)
+        traced = torch.jit.trace(operator.call, tuple(operator.leaves(target, 3)))
+    leaves = operator.leaves(target, 5)
+    expected = results_and_gradients(operator.call, leaves)
+    assert_same(results_and_gradients(traced, leaves), expected, operator.compare)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +62,7 @@ def test_attention_is_traced(target, options):
 )
 def test_each_run_of_a_traced_graph_draws_its_dropout_anew(target, module):
     module = module.to(target.device)
-    tensors = [x.detach() for x in inputs(2, target.device)]
+    tensors = [torch.randn(2, 4, 8, device=target.device) for _ in range(2)]
     traced = torch.jit.trace(module, tuple(tensors), check_trace=False)
     torch.manual_seed(3)
     first, second = traced(*tensors), traced(*tensors)

@@ -8,12 +8,11 @@ import pytest
 import torch
 from onetrip import available_backends, ops, use_backend
 from onetrip.measure import saved_bytes
-from onetrip.reference.rotary import RotaryPlan
+from operator_cases import Watching
 from pairwise import pairwise
 from rotary_cases import DTYPES, LAYOUTS, exact, heads, short, tables, unfused
 from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
-from tolerances import assert_bitwise, assert_compiles_once, assert_compiles_to_the_same, assert_like_torch, assert_ulps
-from torch._subclasses.fake_tensor import FakeTensorMode
+from tolerances import assert_bitwise, assert_compiles_to_the_same, assert_like_torch, assert_ulps
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -133,6 +132,8 @@ def test_gradcheck(interleaved, n_rotated):
 
     assert torch.autograd.gradcheck(function, (q, k, cos, sin), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, (q, k, cos, sin))
+    with Watching():  # the traced operator
+        assert torch.autograd.gradgradcheck(function, (q, k, cos, sin))
     assert torch.autograd.gradcheck(function, (q, k, cos.requires_grad_(), sin.requires_grad_()))
     assert torch.autograd.gradcheck(function, (q.detach(), k, cos.detach(), sin))
 
@@ -286,32 +287,9 @@ def test_a_backend_asked_for_by_name_that_cannot_run_raises():
             ops.rotary_embedding(q.double(), q.double(), cos, sin)
 
 
-def test_transforms_of_torch_func():
-    q, k = (heads(2, 2, 5, 8, F32) for _ in range(2))
-    cos, sin = tables(5, 8, F32)
-    whole = ops.rotary_embedding(q, k, cos, sin)
-    batched = torch.func.vmap(lambda q, k: ops.rotary_embedding(q[None], k[None], cos, sin))(q, k)
-    for ours, expected in zip(batched, whole, strict=True):
-        assert_bitwise(ours[:, 0], expected)
-    _, tangents = torch.func.jvp(lambda q: ops.rotary_embedding(q, k, cos, sin)[0], (q,), (k,))
-    assert_bitwise(tangents, ops.rotary_embedding(k, k, cos, sin)[0])
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 class TestCompile:
     """torch.library registrations: opcheck, torch.compile without graph breaks, fake tensors."""
-
-    @pairwise(
-        layout={"contiguous": "", "transposed": "transposed", "packed": "packed", "columns-apart": "columns-apart"},
-        dtype=[F32, BF16, F64],
-        both={"both": True, "one": False},
-        out_dtype={"": None, "to_bf16": BF16},
-    )
-    def test_opcheck(self, dtype, layout, both, out_dtype):
-        q, k = (heads(2, h, 3, 8, dtype, layout=layout).requires_grad_() for h in (2, 1))
-        cos, sin = tables(3, 4, dtype)
-        plan = RotaryPlan(interleaved=both, inverse=not both, dtype=out_dtype)
-        torch.library.opcheck(torch.ops.onetrip.rotary.default, (q if both else None, k, cos, sin, *plan))
 
     @pytest.mark.parametrize(("backend", "out_dtype"), [("aot_eager", BF16), ("inductor", None)], ids=short)
     def test_compiles_without_a_break_to_the_same_bits(self, backend, out_dtype):
@@ -322,24 +300,3 @@ class TestCompile:
             return ops.rotary_embedding(q, k, cos, sin, out_dtype=out_dtype)
 
         assert_compiles_to_the_same(function, leaves, backend=backend)
-
-    def test_dynamic_shapes_compile_once(self):
-        calls = (
-            (*(heads(2, h, positions, 8, F32, layout="transposed") for h in (4, 2)), *tables(positions, 8, F32))
-            for positions in (5, 9, 33)
-        )
-        assert_compiles_once(ops.rotary_embedding, calls)
-
-    def test_fake_tensors_and_meta(self):
-        q, (cos, sin) = heads(2, 4, 3, 8, F32, layout="transposed"), tables(3, 8, F32)
-        with FakeTensorMode() as mode:
-            fake = [mode.from_tensor(tensor) for tensor in (q, q, cos, sin)]
-            assert ops.rotary_embedding(*fake)[0].stride() == q.stride()
-        meta = [tensor.to("meta") for tensor in (q, q, cos, sin)]
-        assert ops.rotary_embedding(*meta)[1].shape == q.shape
-
-    def test_jit_trace_records_the_operator(self):
-        q, (cos, sin) = heads(1, 2, 3, 8, F32), tables(3, 8, F32)
-        traced = torch.jit.trace(lambda q: ops.rotary_embedding(q, q, cos, sin)[0], q)
-        other = torch.randn_like(q)
-        assert_bitwise(traced(other), ops.rotary_embedding(other, other, cos, sin)[0])

@@ -1,16 +1,19 @@
-"""Arguments of every row_norm function, role by role: exactly the wrong ones raise, always with the same words.
+"""Arguments of every row_norm function, role by role: exactly the wrong ones raise, always with the same words; and
+what is unusual and right.
 
 Calls with plain floats and no rng take a combined check, all others one check an argument: each case runs both ways.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from onetrip import ops
+from row_norm_cases import Inputs, call, make
 from tolerances import assert_bitwise
 from torch import Tensor
 
@@ -31,11 +34,14 @@ WAYS = {
 
 
 def assert_raises(function: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
-    """Both ways, with the same words."""
-    for way in WAYS.values():
+    """Both ways, with the same words; with dropout too, before anything is drawn."""
+    state = torch.random.get_rng_state()
+    drops = [{"dropout_p": 0.5}] if "dropout" in function else []
+    for way in [*(way[function] for way in WAYS.values()), *drops]:
         with pytest.raises(error) as raised:
-            getattr(ops, function)(**given, **way[function])
+            getattr(ops, function)(**given, **way)
         assert str(raised.value) == f"{function}: {message}"
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def arguments(function: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -59,6 +65,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "complex64": (lambda t: t.to(torch.complex64), TypeError, f"{DTYPES} complex64"),
     "float8": (lambda t: t.to(torch.float8_e4m3fn), TypeError, f"{DTYPES} float8_e4m3fn"),
     "sparse": (lambda t: t.to_sparse(), TypeError, f"{DENSE} torch.sparse_coo"),
+    "csr": (lambda t: torch.atleast_2d(t).to_sparse_csr(), TypeError, f"{DENSE} torch.sparse_csr"),
     "mkldnn": (lambda t: t.to_mkldnn(), TypeError, f"{DENSE} torch._mkldnn"),
     "nested": (lambda t: torch.nested.nested_tensor([t, t]), TypeError, f"{DENSE} a nested tensor"),
     "jagged": (
@@ -96,7 +103,8 @@ ACCEPTED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.promise("B7, B8")
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
 @pytest.mark.parametrize(("function", "role"), ROLES)
 def test_what_no_argument_may_be(function, role, change, error, message):
@@ -104,7 +112,7 @@ def test_what_no_argument_may_be(function, role, change, error, message):
     assert_raises(function, given | {role: change(given[role])}, error, f"{role} {message}")
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
 @pytest.mark.parametrize("function", ["layer_norm", "rms_norm", "bias_dropout_residual_norm"])
 def test_what_x_may_not_be_where_nothing_else_is_given(function, change, error, message):
@@ -112,6 +120,8 @@ def test_what_x_may_not_be_where_nothing_else_is_given(function, change, error, 
     assert_raises(function, {"x": change(arguments(function)["x"])} | rest, error, f"x {message}")
 
 
+@pytest.mark.promise("B5")
+@pytest.mark.promise("B7, B8")
 @pytest.mark.parametrize(("change", "error", "message"), WRONG_BESIDE_X.values(), ids=WRONG_BESIDE_X.keys())
 @pytest.mark.parametrize(("function", "role"), [param for param in ROLES if param.values[1] != "x"])
 def test_what_does_not_fit_x(function, role, change, error, message):
@@ -145,7 +155,7 @@ def test_what_may_be_left_out(function, role):
     assert_bitwise(one, other)
 
 
-NUMBERS: dict[str, tuple[str, Any, type[Exception] | None, str]] = {
+NUMBERS: dict[str, tuple[str, Any, type[Exception], str]] = {
     "negative_eps": ("eps", -1e-9, ValueError, "must be >= 0, got -1e-09"),
     "nan_eps": ("eps", float("nan"), ValueError, "must be >= 0, got nan"),
     "eps_past_float64": ("eps", 2**53 + 1, ValueError, "must be a number that float64 holds"),
@@ -157,16 +167,39 @@ NUMBERS: dict[str, tuple[str, Any, type[Exception] | None, str]] = {
     "cast_list": ("cast_before_weight", [], ValueError, 'must be False, True or "weight", got []'),
     "cast_tensor": ("cast_before_weight", torch.ones(2), ValueError, 'must be False, True or "weight", got tensor'),
     "cast_one": ("cast_before_weight", 1, ValueError, 'must be False, True or "weight", got 1'),
+    "norm": ("norm", "batch", ValueError, 'must be "layer" or "rms", got \'batch\''),
+    "p_above_one": ("dropout_p", 1.5, ValueError, "must be in [0, 1], got 1.5"),
+    "p_below_zero": ("dropout_p", -0.1, ValueError, "must be in [0, 1], got -0.1"),
+    "nan_p": ("dropout_p", float("nan"), ValueError, "must be in [0, 1], got nan"),
+    "p_text": ("dropout_p", "0.1", TypeError, "must be a number, got str"),
+    "rng_list": ("rng", [1, 2], TypeError, "must be None or a (seed, offset) pair of ints"),
+    "rng_floats": ("rng", (1.0, 2), TypeError, "must be None or a (seed, offset) pair of ints"),
+    "rng_of_three": ("rng", (1, 2, 3), TypeError, "must be None or a (seed, offset) pair of ints"),
+    "rng_of_65_bits": ("rng", (2**64, 0), ValueError, "must be a pair of 64-bit ints"),
 }
 
 
-@pytest.mark.parametrize(("argument", "value", "error", "message"), NUMBERS.values(), ids=NUMBERS.keys())
-@pytest.mark.parametrize("function", ["rms_norm", "bias_dropout_residual_norm"])
+@pytest.mark.promise("B7, B8")
+@pytest.mark.parametrize(
+    ("function", "argument", "value", "error", "message"),
+    [
+        pytest.param(function, *case, id=f"{function}-{name}")
+        for name, case in NUMBERS.items()
+        for function in FUNCTIONS
+        if case[0] in inspect.signature(getattr(ops, function)).parameters
+    ],
+)
 def test_wrong_numbers(function, argument, value, error, message):
-    given = arguments(function)
+    state = torch.random.get_rng_state()
     with pytest.raises(error) as raised:
-        getattr(ops, function)(**given, **{argument: value})
+        getattr(ops, function)(**arguments(function), **{argument: value})
     assert str(raised.value).startswith(f"{function}: {argument} {message}")
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_cast_order_of_a_layer_norm():
+    with pytest.raises(ValueError, match="cast_before_weight must be False with"):
+        ops.bias_dropout_residual_norm(**arguments("bias_dropout_residual_norm"), cast_before_weight=True)
 
 
 @pytest.mark.parametrize(
@@ -192,3 +225,72 @@ def test_wrong_dtypes_of_results(function, value, shown):
 def test_shapes_that_a_mask_cannot_have(shape, message):
     with pytest.raises(TypeError, match=f"^dropout_keep_mask: {message}"):
         ops.dropout_keep_mask(shape, 0.5, (1, 2))
+
+
+RNG = (5, 12)
+ALL = "residual bias weight norm_bias"
+
+# Every public operator on the same Inputs.
+OPERATORS: dict[str, Callable[[Inputs], Any]] = {
+    "layer_norm": lambda i: ops.layer_norm(i.x, i.weight, i.norm_bias),
+    "rms_norm": lambda i: ops.rms_norm(i.x, i.weight),
+    "bias_dropout_residual": lambda i: ops.bias_dropout_residual(i.x, i.residual, i.bias, dropout_p=0.3, rng=RNG),
+    "bias_dropout_residual_norm": lambda i: call(i, dropout_p=0.3, rng=RNG, return_residual=True),
+    "bias_dropout_residual_norm-rms": lambda i: call(
+        Inputs(i.x, i.residual, i.bias, i.weight), dropout_p=0.3, rng=RNG, norm="rms"
+    ),
+    "add_norm": lambda i: call(i),
+}
+operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
+
+
+def results(operator: Callable[[Inputs], Any], i: Inputs) -> list[Tensor]:
+    """Outputs and every gradient for fixed gradients of the outputs."""
+    leaves = i.map(lambda tensor: tensor.detach().requires_grad_())
+    outputs = operator(leaves)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    generator = torch.Generator().manual_seed(2)
+    grads = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+    found = torch.autograd.grad(outputs, list(leaves.tensors().values()), grads, allow_unused=True)
+    return [*outputs, *(gradient for gradient in found if gradient is not None)]
+
+
+@pytest.mark.promise("B1, B2")
+@operators
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 5), (5, 1), (1, 1, 1)], ids=str)
+def test_one_row_and_one_column(target, shape, operator):
+    i = make(shape, torch.float32, ALL, device=target.device)
+    rows = Inputs(i.x.reshape(-1, shape[-1]), i.residual.reshape(-1, shape[-1]), i.bias, i.weight, i.norm_bias)
+    for ours, expected in zip(results(operator, i), results(operator, rows), strict=True):
+        assert_bitwise(ours.reshape(expected.shape), expected)
+
+
+@pytest.mark.promise("B10")
+def test_one_tensor_in_every_role(target):
+    x = torch.randn(8, 8, device=target.device)
+    row = torch.randn(8, device=target.device)
+    aliased = ops.bias_dropout_residual_norm(x, x, row, row, bias=row)
+    apart = ops.bias_dropout_residual_norm(x, x.clone(), row.clone(), row.clone(), bias=row.clone())
+    assert_bitwise(aliased, apart)
+
+
+@pytest.mark.promise("B12")
+def test_float64_goes_through_reference_in_any_part():
+    i = make((4, 6), torch.float32, ALL)
+    for name in i.tensors():
+        mixed = (
+            make((4, 6), torch.float32, ALL, dtypes={name: torch.float64})
+            if name != "x"
+            else make((4, 6), torch.float64, ALL)
+        )
+        for operator in OPERATORS.values():
+            for result in results(operator, mixed):
+                assert result.isfinite().all()
+    assert call(make((4, 6), torch.float32, ALL, dtypes={"bias": torch.float64})).dtype == torch.float64
+
+
+def test_meta_dropout_draws_from_no_generator():
+    state = torch.random.get_rng_state()
+    x = torch.empty(4, 6, device="meta")
+    assert ops.bias_dropout_residual(x, x, dropout_p=0.5).is_meta
+    assert torch.equal(torch.random.get_rng_state(), state)

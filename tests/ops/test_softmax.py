@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onetrip import nn, ops, use_backend
+from onetrip import nn, ops
+from onetrip.measure import saved_tensors
+from operator_cases import Watching
 from pairwise import pairwise
 from softmax_cases import DTYPES, MASKS, RNG, exact, masks, short, unfused
-from targets import Target, needs
 from tolerances import HALF_ROUNDING, assert_bitwise, assert_like_torch, assert_ulps
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 SHAPE = (2, 3, 5, 67)
 WIDTHS = (1, 3, 63, 64, 1023, 1025, 4097, 16385, 65537)
@@ -193,45 +195,18 @@ def test_largest_and_smallest_numbers(target, dtype):
 def test_dropout(target, dtype):
     """The mask is dropout_keep_mask's, dropped elements are exactly 0, and nothing but one tensor is saved."""
     scores = torch.randn(4, 6, 130, device=target.device).to(dtype).requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = ops.softmax(scores, dropout_p=0.4, rng=RNG)
+    y, (saved,) = saved_tensors(lambda: ops.softmax(scores, dropout_p=0.4, rng=RNG))
     keep = ops.dropout_keep_mask((4, 6, 130), 0.4, RNG, target.device)
     assert (y[~keep] == 0.0).all() and (y[keep] > 0.0).all()
-    assert [t.dtype for t in saved] == [dtype] and saved[0].shape == scores.shape
-    assert_ulps(saved[0].abs(), exact(scores).detach())
+    assert saved.tensor.dtype == dtype and saved.tensor.shape == scores.shape
+    assert_ulps(saved.tensor.abs(), exact(scores).detach())
 
 
 @pytest.mark.promise("softmax saved")
 def test_without_dropout_the_result_itself_is_saved(target):
     scores = torch.randn(4, 30, device=target.device, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = ops.softmax(scores)
-    assert len(saved) == 1 and saved[0].data_ptr() == y.data_ptr()
-
-
-def test_a_result_written_to_is_missed_in_backward(target):
-    """As torch's. With dropout the probabilities are saved."""
-    scores = torch.randn(2, 3, 8, device=target.device, requires_grad=True)
-    y = ops.softmax(scores).mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-    ops.softmax(scores, dropout_p=0.3).mul_(2.0).sum().backward()
-
-
-@pytest.mark.promise("softmax D1, D5")
-def test_dropout_draws_from_the_generator(target):
-    scores = torch.randn(8, 100, device=target.device)
-    torch.manual_seed(5)
-    first, second = ops.softmax(scores, dropout_p=0.5), ops.softmax(scores, dropout_p=0.5)
-    torch.manual_seed(5)
-    assert_bitwise(ops.softmax(scores, dropout_p=0.5), first)
-    assert (first != second).any()
-    torch.manual_seed(5)
-    for p in (0.0, 1.0):
-        ops.softmax(scores, dropout_p=p)
-    assert_bitwise(ops.softmax(scores, dropout_p=0.5), first)
+    y, (saved,) = saved_tensors(lambda: ops.softmax(scores))
+    assert saved.tensor.data_ptr() == y.data_ptr()
 
 
 def test_dropout_of_everything(target):
@@ -239,91 +214,6 @@ def test_dropout_of_everything(target):
     y = ops.softmax(scores, dropout_p=1.0)
     (dx,) = torch.autograd.grad(y, scores, torch.full_like(y, torch.nan))
     assert (y == 0.0).all() and (dx == 0.0).all()
-
-
-@pytest.mark.promise("softmax B1, B3, B4")
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
-@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "one_element_off", "lazily_negated"])
-def test_layout_changes_no_bit(target, layout, dropout_p):
-    """Scores and the gradient of the result in any strides: the bits of a contiguous copy."""
-    views = {
-        "transposed": lambda: torch.randn(66, 5, device=target.device).t(),
-        "sliced": lambda: torch.randn(5, 200, device=target.device)[:, 7:73],
-        "expanded": lambda: torch.randn(1, 66, device=target.device).expand(5, 66),
-        "one_element_off": lambda: torch.randn(5 * 66 + 1, device=target.device)[1:].view(5, 66),
-        "lazily_negated": lambda: torch._neg_view(torch.randn(5, 66, device=target.device)),
-    }
-    scores, dy = views[layout](), views[layout]()
-    mask = torch.randn(5, 67, device=target.device)[:, 1:]
-
-    def run(scores, dy):
-        leaf = scores.detach().requires_grad_()
-        y = ops.softmax(leaf, mask, scale=0.7, dropout_p=dropout_p, rng=RNG)
-        return y, torch.autograd.grad(y, leaf, dy)[0]
-
-    plain = run(scores.clone().contiguous(), dy.clone().contiguous())
-    for ours, expected in zip(run(scores, dy), plain, strict=True):
-        assert_bitwise(ours, expected)
-
-
-def test_a_lazy_negation_of_the_mask_is_seen(target):
-    scores, mask = torch.randn(5, 66, device=target.device), torch.randn(5, 66, device=target.device)
-    assert_bitwise(ops.softmax(scores, torch._neg_view(mask)), ops.softmax(scores, -mask))
-
-
-@pytest.mark.promise("softmax D2, D9")
-def test_repeats_are_bitwise(target):
-    scores = torch.randn(4, 3, 70, 130, device=target.device, requires_grad=True)
-    bias = torch.randn(3, 70, 130, device=target.device, requires_grad=True)
-    dy = torch.randn(4, 3, 70, 130, device=target.device)
-
-    def run():
-        y = ops.softmax(scores, bias, dropout_p=0.1, rng=RNG)
-        return y, *torch.autograd.grad(y, (scores, bias), dy)
-
-    first = run()
-    for _ in range(5):
-        for again, expected in zip(run(), first, strict=True):
-            assert_bitwise(again, expected)
-
-
-@pytest.mark.promise("softmax B1, B3, B4")
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 5), (0,)], ids=str)
-def test_empty(target, shape):
-    scores = torch.randn(shape, device=target.device, requires_grad=True)
-    y = ops.softmax(scores, torch.zeros(shape[-1], device=target.device, requires_grad=True), dropout_p=0.5)
-    y.sum().backward()
-    assert y.shape == shape and scores.grad.shape == shape
-
-
-@pytest.mark.promise("softmax B7, B8, B11")
-def test_arguments_are_not_modified(target):
-    scores, mask = torch.randn(4, 5, 9, device=target.device), torch.randn(5, 9, device=target.device)
-    before = scores.clone(), mask.clone()
-    leaf = scores.requires_grad_()
-    ops.softmax(leaf, mask, dropout_p=0.3).sum().backward()
-    assert torch.equal(leaf.detach(), before[0]) and torch.equal(mask, before[1])
-
-
-@pytest.mark.promise("softmax N5")
-def test_float64_and_its_gradients():
-    scores = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
-    mask = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda s, m: ops.softmax(s, m, scale=0.7, causal=True, dropout_p=0.25, rng=RNG), (scores, mask)
-    )
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(ops.softmax(scores).sum(), scores, create_graph=True)
-
-
-@pytest.mark.promise("softmax I6")
-def test_transforms_of_torch_func():
-    scores, bias = torch.randn(6, 3, 8), torch.randn(3, 8)
-    batched = torch.func.vmap(lambda s: ops.softmax(s, bias, scale=0.5))(scores)
-    torch.testing.assert_close(batched, ops.softmax(scores, bias, scale=0.5))
-    jacobian = torch.func.jacrev(lambda s: ops.softmax(s, bias[0]))(scores[0, 0])
-    p = ops.softmax(scores[0, 0], bias[0])
-    torch.testing.assert_close(jacobian, torch.diag(p) - torch.outer(p, p))
 
 
 @pytest.mark.promise("softmax T5")
@@ -386,52 +276,6 @@ def test_module():
             nn.Softmax(**bad)
 
 
-@pytest.mark.promise("softmax D8")
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpoint_recomputes_the_same_mask(target, use_reentrant):
-    scores = torch.randn(4, 6, 50, device=target.device, requires_grad=True)
-    dy = torch.randn(4, 6, 50, device=target.device)
-
-    def step(recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(11)
-        if recompute:
-            y = checkpoint(lambda s: ops.softmax(s, dropout_p=0.4), scores, use_reentrant=use_reentrant)
-        else:
-            y = ops.softmax(scores, dropout_p=0.4)
-        (dx,) = torch.autograd.grad(y, scores, dy) if not use_reentrant else (None,)
-        if use_reentrant:
-            scores.grad = None
-            y.backward(dy)
-            dx = scores.grad.clone()
-        return y, dx
-
-    for ours, expected in zip(step(True), step(False), strict=True):
-        assert_bitwise(ours, expected)
-
-
-@pytest.mark.promise("softmax D2, D9")
-def test_results_do_not_depend_on_the_number_of_threads():
-    needs(Target("cpu", "cpu"))
-    scores = torch.randn(6, 3, 70, 513, requires_grad=True)
-    biases = [torch.randn(shape, requires_grad=True) for shape in ((3, 70, 513), (513,))]
-    dy = torch.randn(6, 3, 70, 513)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            with use_backend("cpu"):
-                for bias in biases:
-                    y = ops.softmax(scores, bias, dropout_p=0.2, rng=RNG)
-                    found.append([threads, y, *torch.autograd.grad(y, (scores, bias), dy)])
-    finally:
-        torch.set_num_threads(before)
-    for i, bias in enumerate(biases):
-        for other in found[len(biases) + i :: len(biases)]:
-            for ours, expected in zip(other[1:], found[i][1:], strict=True):
-                assert_bitwise(ours, expected)
-        assert bias.grad is None
-
-
 class _NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -442,15 +286,39 @@ class _NoGradient(torch.autograd.Function):
         return None
 
 
-class _Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, _Watching], ids=["eager", "traced"])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Watching], ids=["eager", "traced"])
 def test_a_result_whose_gradient_never_comes(mode):
     """autograd gives None for it."""
     scores = torch.randn(2, 5, requires_grad=True)
     with mode():
         (_NoGradient.apply(ops.softmax(scores)) + 2.0 * scores.sum()).backward()
     assert torch.equal(scores.grad, torch.full_like(scores, 2.0))
+
+
+@pytest.mark.promise("softmax I6")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_mask_of_symbolic_shape():
+    """Sizes that are not numbers yet: exported, traced and faked."""
+
+    class Masked(torch.nn.Module):
+        def forward(self, scores, mask):
+            return ops.softmax(scores, mask, scale=0.5)
+
+    scores, mask = torch.randn(4, 8, 8), torch.randn(8, 8)
+    dynamic = {"scores": {0: torch.export.Dim("batch")}, "mask": None}
+    exported = torch.export.export(Masked(), (scores, mask), dynamic_shapes=dynamic, strict=False)
+    traced = make_fx(Masked(), tracing_mode="symbolic")(scores, mask)
+    for graph in (exported.module(), traced):
+        assert_bitwise(graph(scores, mask), ops.softmax(scores, mask, scale=0.5))
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fake = [mode.from_tensor(tensor, static_shapes=False) for tensor in (scores, mask)]
+        assert ops.softmax(*fake).dim() == 3
+
+
+@pytest.mark.promise("softmax I6")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiling_a_mask_warns_of_nothing(recwarn):
+    torch.compile(lambda s, m: ops.softmax(s, m), fullgraph=True, backend="aot_eager")(
+        torch.randn(4, 8), torch.randn(8)
+    )
+    assert not [str(warning.message) for warning in recwarn if "onetrip" in str(warning.message)]

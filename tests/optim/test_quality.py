@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from onetrip import use_backend
 from onetrip.optim import AdamW8bit
 from onetrip.reference.adam import largest_update
 from torch import Tensor
@@ -42,27 +43,31 @@ def outlier(_: int) -> Tensor:
     return torch.randn(N) * torch.where(torch.arange(N) % 256 == 0, 1e5, 1.0)
 
 
-class Float64Adam:
-    def __init__(self) -> None:
-        self.m, self.v, self.t = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64), 0
+class ExactAdam:
+    """The update of Adam in float64."""
+
+    def __init__(self, n: int, beta1: float = BETA1, beta2: float = BETA2, eps: float = EPS) -> None:
+        self.beta1, self.beta2, self.eps, self.t = beta1, beta2, eps, 0
+        self.m, self.v = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
 
     def update(self, grad: Tensor) -> Tensor:
         g = grad.double()
         self.t += 1
-        self.m = BETA1 * self.m + (1 - BETA1) * g
-        self.v = BETA2 * self.v + (1 - BETA2) * g * g
-        return (self.m / (1 - BETA1**self.t)) / ((self.v / (1 - BETA2**self.t)).sqrt() + EPS)
+        self.m = self.beta1 * self.m + (1 - self.beta1) * g
+        self.v = self.beta2 * self.v + (1 - self.beta2) * g * g
+        return (self.m / (1 - self.beta1**self.t)) / ((self.v / (1 - self.beta2**self.t)).sqrt() + self.eps)
 
 
-def error_of(stream, steps: int) -> float:
+def error_of(stream, steps: int, backend: str) -> float:
     """Relative root mean square over the steps; each |update| is checked against its bound."""
     p = torch.nn.Parameter(torch.zeros(N))
-    optimizer, exact = AdamW8bit([p], lr=1.0, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0), Float64Adam()
+    optimizer, exact = AdamW8bit([p], lr=1.0, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0), ExactAdam(N)
     differences = squares = 0.0
     for step in range(steps):
         p.data.zero_()
         p.grad = stream(step)
-        optimizer.step()
+        with use_backend(backend):
+            optimizer.step()
         update, wanted = -p.detach().double(), exact.update(p.grad)
         assert float(update.abs().max()) <= largest_update(BETA1, BETA2, exact.t) * (1 + 1e-6)
         differences += float((update - wanted).square().sum())
@@ -76,16 +81,36 @@ def error_of(stream, steps: int) -> float:
     [(gaussian, 0.03), (sparse_rows, 0.04), (six_decades, 0.35), (even_spread, 0.45), (outlier, 0.40)],
     ids=["gaussian", "sparse-rows", "six-levels", "even-spread", "outlier"],
 )
-def test_streams(stream, bound):
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_streams(backend, stream, bound):
     """Q3's four streams of gradients, and the one that is harder than its six decades."""
-    assert 0 < error_of(stream, STEPS) <= bound
+    assert 0 < error_of(stream, STEPS, backend) <= bound
 
 
 @pytest.mark.promise("Q6")
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("decade", range(-12, 5, 2))
-def test_every_decade_of_gradients(decade):
+def test_every_decade_of_gradients(decade, backend):
     """Q6: scales are float32; only eps, which is absolute, sees how large gradients are."""
-    assert 0 < error_of(lambda _: torch.randn(N) * 10.0**decade, 60) <= 0.03
+    assert 0 < error_of(lambda _: torch.randn(N) * 10.0**decade, 60, backend) <= 0.03
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.9), (0.9, 0.81), (0.99, 0.9)], ids=str)
+def test_no_stream_takes_exact_adam_past_the_largest_update(betas):
+    """C_t is met with equality by the gradients whose weights in m are in proportion to those in v."""
+    beta1, beta2 = betas
+    for n_steps in (1, 2, 10, 60):
+        ratio = beta1 / beta2
+        exact = ExactAdam(1, beta1, beta2, eps=0.0)
+        for t in range(n_steps):
+            age = n_steps - 1 - t
+            u = exact.update(torch.tensor([ratio**age if age else 1.0], dtype=torch.float64))
+        assert float(u) == pytest.approx(largest_update(beta1, beta2, n_steps), rel=1e-9)
+    generator = torch.Generator().manual_seed(1)
+    exact = ExactAdam(1000, beta1, beta2, eps=0.0)
+    for t in range(1, 60):
+        u = exact.update(torch.randn(1000, generator=generator) ** 3)
+        assert float(u.abs().max()) <= largest_update(beta1, beta2, t) * (1 + 1e-9)
 
 
 @pytest.mark.promise("Q8")

@@ -42,11 +42,11 @@ def arguments(folder: Path, **more: Any) -> Any:
     )  # fmt: skip
 
 
-def trainer(folder: Path, **more: Any) -> Any:
+def trainer(folder: Path, ours: bool = True, **more: Any) -> Any:
+    """With the optimizer that trainer_optimizer chooses, or with Trainer's own."""
     model, args = tiny_bert(), arguments(folder)
-    return transformers.Trainer(
-        model=model, args=args, train_dataset=Sentences(), optimizer_cls_and_kwargs=trainer_optimizer(args, **more)
-    )
+    options = {"optimizer_cls_and_kwargs": trainer_optimizer(args, model=model, **more)} if ours else {}
+    return transformers.Trainer(model=model, args=args, train_dataset=Sentences(), **options)
 
 
 def test_the_pair_has_the_numbers_of_training_arguments(tmp_path):
@@ -93,11 +93,8 @@ def test_groups_of_trainer(tmp_path):
 
 def test_embeddings_in_32_bits(tmp_path):
     """In groups of their own with the decay that Trainer gave them; every parameter once; tied weights too."""
-    model, args = tiny_bert(), arguments(tmp_path)
-    pair = trainer_optimizer(args, model=model, embeddings_32bit=True, min_8bit_numel=512)
-    own = transformers.Trainer(
-        model=model, args=args, train_dataset=Sentences(), optimizer_cls_and_kwargs=pair
-    ).create_optimizer()
+    run = trainer(tmp_path, embeddings_32bit=True, min_8bit_numel=512)
+    model, own = run.model, run.create_optimizer()
     by_bits: dict[int, set[int]] = {8: set(), 32: set()}
     for group in own.param_groups:
         by_bits[group["optim_bits"]] |= set(map(id, group["params"]))
@@ -115,15 +112,9 @@ def test_embeddings_in_32_bits(tmp_path):
 @pytest.mark.parametrize("embeddings_32bit", [False, True], ids=["8-bit", "embeddings-32-bit"])
 def test_resuming_with_trainer_is_training_on(tmp_path, embeddings_32bit):
     """C1: eight steps, and four from the checkpoint of the fourth, dropout and schedule included: the same bits."""
-
-    def build(folder: Path) -> Any:
-        args, model = arguments(folder), tiny_bert()
-        pair = trainer_optimizer(args, model=model, embeddings_32bit=embeddings_32bit, min_8bit_numel=512)
-        return transformers.Trainer(model=model, args=args, train_dataset=Sentences(), optimizer_cls_and_kwargs=pair)
-
-    whole = build(tmp_path / "a")
+    options = {"embeddings_32bit": embeddings_32bit, "min_8bit_numel": 512}
+    whole, resumed = (trainer(tmp_path / name, **options) for name in "ab")
     whole.train()
-    resumed = build(tmp_path / "b")
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
     assert resumed.state.global_step == 8
     assert same(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
@@ -135,15 +126,14 @@ def test_resuming_without_its_optimizer_raises_until_the_checkpoint_is_converted
     """Trainer's own AdamW took codes as moments. Converted, it continues: near the run that kept AdamW8bit."""
     first = trainer(tmp_path / "a", min_8bit_numel=512)
     first.train()
-    args = arguments(tmp_path / "b")
     folder = tmp_path / "a" / "checkpoint-4"
-    plain = transformers.Trainer(model=tiny_bert(), args=args, train_dataset=Sentences())
+    plain = trainer(tmp_path / "b", ours=False)
     with pytest.raises(KeyError, match="step"):
         plain.train(resume_from_checkpoint=str(folder))
     converter = trainer(tmp_path / "c", min_8bit_numel=512).create_optimizer()
     converter.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
     torch.save(converter.state_dict_for_torch(), folder / "optimizer.pt")
-    plain = transformers.Trainer(model=tiny_bert(), args=args, train_dataset=Sentences())
+    plain = trainer(tmp_path / "b", ours=False)
     plain.train(resume_from_checkpoint=str(folder))
     assert plain.state.global_step == 8
     losses = [[e["loss"] for e in run.state.log_history if "loss" in e and e["step"] > 4] for run in (first, plain)]
@@ -152,10 +142,7 @@ def test_resuming_without_its_optimizer_raises_until_the_checkpoint_is_converted
 
 def test_loss_falls_in_trainer_as_with_torchs_adamw(tmp_path):
     losses = []
-    for name, pair in (("ours", {}), ("torch", None)):
-        args, model = arguments(tmp_path / name), tiny_bert()
-        more = {} if pair is None else {"optimizer_cls_and_kwargs": trainer_optimizer(args, min_8bit_numel=512)}
-        run = transformers.Trainer(model=model, args=args, train_dataset=Sentences(), **more)
+    for run in (trainer(tmp_path / "ours", min_8bit_numel=512), trainer(tmp_path / "torch", ours=False)):
         run.train()
         losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
     assert losses[0] == pytest.approx(losses[1], rel=0.01) and losses[0][-1] < losses[0][0]

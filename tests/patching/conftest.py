@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from onetrip.patching import calls
+from onetrip.patching import calls, links
 from patching_cases import WIDTH, Model
 from torch import Tensor
 
@@ -26,6 +26,14 @@ def model() -> Model:
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def no_link_is_left() -> Iterator[None]:
+    """Fails the test that leaves a sum waiting for its norm, or a norm's result."""
+    yield
+    assert not links._recent
+    assert all(slot.result is None for slot in links._slots.values())
 
 
 @pytest.fixture

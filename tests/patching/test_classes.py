@@ -326,7 +326,7 @@ def test_a_meta_module_that_fails_is_reported(x: Tensor, monkeypatch: pytest.Mon
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("off by one")
 
-    monkeypatch.setattr(norms, "verify_forward", fail)
+    monkeypatch.setattr(norms, "check_function", fail)
     with torch.device("meta"):
         model = nn.Sequential(nn.LayerNorm(WIDTH))
     report = patch_model(model)

@@ -11,20 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onetrip.patching import patch_model, unpatch_model
+from patching_cases import Tail
 from torch import Tensor, nn
 
 N = 128
 
 
-class Tail(nn.Module):
-    def __init__(self, dense: nn.Module) -> None:
-        super().__init__()
-        self.dense, self.dropout, self.norm = dense, nn.Dropout(0.1), nn.LayerNorm(N)
-
-    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        hidden = self.dense(hidden)
-        hidden = self.dropout(hidden)
-        return self.norm(hidden + residual)
+def tail(dense: nn.Module) -> Tail:
+    made = Tail(N)
+    made.dense = dense
+    return made.eval()
 
 
 def bits_and_bytes(n_bits: int) -> nn.Module:
@@ -58,7 +54,7 @@ QUANTISED: dict[str, Callable[[], nn.Module]] = {
 
 def built(make: Callable[[], nn.Module]) -> Tail:
     torch.manual_seed(0)
-    return Tail(make()).eval()
+    return tail(make())
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries
@@ -158,7 +154,7 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize("holder", [lambda dense: dense, lambda dense: nn.Sequential(dense)], ids=["child", "inside"])
 def test_verification_does_not_run_children_that_keep_state(holder: Callable[[nn.Module], nn.Module]) -> None:
     counting = Counting(N, N)
-    model, x = Tail(holder(counting)), torch.randn(2, 3, N)
+    model, x = tail(holder(counting)), torch.randn(2, 3, N)
     report = patch_model(model)
     assert [site.pattern for site in report.patched] == ["dropout_add_norm"]
     assert (counting.calls, counting.shapes, float(counting.state["seen"])) == (0, [], 0.0)
@@ -204,7 +200,7 @@ def test_a_norm_that_keeps_state_is_not_probed_in_place(value: Any) -> None:
 def test_clones_have_dropouts_and_no_other_children() -> None:
     from onetrip.patching.clones import clone
 
-    model = Tail(Counting(N, N))
+    model = tail(Counting(N, N))
     copied = clone(model)
     assert [type(child) for child in copied.children()] == [nn.Identity, nn.Dropout, nn.Identity]
     assert copied.dropout is not model.dropout and copied.dropout.p == model.dropout.p

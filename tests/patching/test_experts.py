@@ -14,7 +14,7 @@ import torch
 from onetrip import ops
 from onetrip.measure.traffic import traffic
 from onetrip.patching import PatchReport, calls, patch_model, unpatch_model
-from outcomes import assert_agree, assert_equal, outcome
+from outcomes import assert_agree, assert_equal, outcome, patch_and_compare
 from patching_cases import module_of, tiny_mixture
 from torch import Tensor, nn
 
@@ -26,9 +26,7 @@ IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def tiny(model_type: str = "qwen3_moe", implementation: str = "grouped_mm") -> Any:
-    torch.manual_seed(0)
-    config = tiny_mixture(model_type)
-    return transformers.AutoModel.from_config(config, experts_implementation=implementation).train()
+    return tiny_mixture(model_type, implementation)
 
 
 def experts_of(report: PatchReport) -> list[str]:
@@ -132,9 +130,7 @@ def test_under_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return outcome(model, IDS, use_cache=False)
 
-    expected = run()
-    report = patch_model(model, patterns=["experts"])
-    assert_agree(run(), expected, relative=3e-2)
+    report = patch_and_compare(model, run, relative=3e-2, patterns=["experts"])
     assert all(report.calls()[name] == (1, 0) for name in experts_of(report))
 
 
@@ -180,7 +176,7 @@ def dispatched(cls: type) -> type:
     original_forward, experts_interface = cls.forward, INTERFACE
 
     @functools.wraps(original_forward)
-    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def forward(self, *args, **kwargs):
         experts_forward = experts_interface.get_interface(self.config._experts_implementation, original_forward)
         return experts_forward(self, *args, **kwargs)
 
@@ -196,7 +192,7 @@ def changed(before: str, after: str, folder: Path) -> Any:
     return module_of(imports + source.replace(before, after), folder).grouped_mm_experts_forward
 
 
-class Interface(dict):  # type: ignore[type-arg]
+class Interface(dict):
     def get_interface(self, name: str, default: Any) -> Any:
         return self.get(name, default)
 

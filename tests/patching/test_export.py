@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
-from patching_cases import compiles_transformers
+from patching_cases import COMMON, DECODER, compiles_transformers, tiny_model
 from torch import Tensor, nn
-
-transformers = pytest.importorskip("transformers")
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 
 class Logits(nn.Module):
@@ -25,12 +22,8 @@ class Logits(nn.Module):
 
 
 def build(name: str) -> Logits:
-    torch.manual_seed(0)
-    if name == "llama":
-        config: Any = transformers.LlamaConfig(vocab_size=31, num_key_value_heads=1, **SIZES)
-    else:
-        config = transformers.BertConfig(vocab_size=31, **SIZES)
-    return Logits(transformers.AutoModel.from_config(config, attn_implementation="eager")).eval()
+    options = DECODER if name == "LlamaModel" else COMMON
+    return Logits(tiny_model(name, options | {"num_hidden_layers": 1, "attn_implementation": "eager"})).eval()
 
 
 IDS = torch.arange(10).view(2, 5)
@@ -40,10 +33,10 @@ IDS = torch.arange(10).view(2, 5)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("bert", "eval"),
-        ("llama", "train"),
-        pytest.param("bert", "train", marks=pytest.mark.slow),
-        pytest.param("llama", "eval", marks=pytest.mark.slow),
+        ("BertModel", "eval"),
+        ("LlamaModel", "train"),
+        pytest.param("BertModel", "train", marks=pytest.mark.slow),
+        pytest.param("LlamaModel", "eval", marks=pytest.mark.slow),
     ],
 )
 def test_export_with_decompositions(name: str, mode: str) -> None:

@@ -10,56 +10,30 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear_loss import DeferredLogits
-from outcomes import assert_agree, assert_equal, loss_outcome
-from patching_cases import compiles_transformers
+from outcomes import assert_agree, assert_equal, loss_outcome, patch_and_compare
+from patching_cases import HIDDEN, VOCABULARY, build, compiles_transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
 transformers = pytest.importorskip("transformers")
-VOCABULARY = 61
 BOTH = ("cross_entropy", "linear_cross_entropy")
 """The patterns of the loss: with the logits, and without."""
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-BERT = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DISTILBERT = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}
-HEADS = {"head_dim": 8, "num_key_value_heads": 2}
-T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "pad_token_id": 0}
-BART = {"d_model": 16, "dropout": 0.0} | {
-    f"{side}_{name}": n
-    for side in ("encoder", "decoder")
-    for name, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
-}
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", SMALL),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"n_embd": 16, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
-    "bert": ("BertForMaskedLM", "BertConfig", BERT),
-    # Its own forward has an activation, too.
-    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", DISTILBERT),
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", BERT),
-    "t5": ("T5ForConditionalGeneration", "T5Config", T5 | {"decoder_start_token_id": 0}),
-    # Logits that are changed before the loss: capped by a tanh, multiplied, added to.
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", SMALL | HEADS | {"final_logit_softcapping": 3.0}),
-    "cohere": ("CohereForCausalLM", "CohereConfig", SMALL | {"logit_scale": 0.3}),
-    "bart": ("BartForConditionalGeneration", "BartConfig", BART),
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("llama", "gpt2", "bert", "roberta", "t5", "bart")},
+    "distilbert": {},  # Its own forward has an activation, too.
+    # Logits that are changed before the loss: capped by a tanh, multiplied; bart's are added to.
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.3},
 }
 
 
-def build(name: str) -> tuple[Any, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model, config, options = MODELS[name]
-    generator = torch.Generator().manual_seed(1)
+def made(name: str) -> tuple[Any, dict[str, Tensor]]:
+    model, generator = build(name, **MODELS[name]), torch.Generator().manual_seed(1)
     ids, labels = (torch.randint(3, VOCABULARY, (2, 9), generator=generator) for _ in range(2))
     labels[0, 3:] = -100
-    made = getattr(transformers, model)(getattr(transformers, config)(**options, vocab_size=VOCABULARY))
-    for parameter in made.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     if name == "bart":
-        made.final_logits_bias.normal_(generator=generator)
-    return made.train(), {"input_ids": ids, "labels": labels}
+        model.final_logits_bias.normal_(generator=generator)
+    return model.train(), {"input_ids": ids, "labels": labels}
 
 
 @pytest.fixture
@@ -86,25 +60,25 @@ def cross_entropies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("pattern", BOTH)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_the_unpatched_model_s(name: str, pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
-    model, inputs = build(name)
+    model, inputs = made(name)
     expected = loss_outcome(model, inputs)
     report = patch_model(model, patterns=[pattern])
     assert {site.module_class for site in report.patched} == {type(model).__name__, "Linear"}
     cross_entropies.clear()  # verification's
     assert_agree(loss_outcome(model, inputs), expected)
-    assert cross_entropies == [(18, 16 if pattern == "linear_cross_entropy" else VOCABULARY)]
+    assert cross_entropies == [(18, HIDDEN if pattern == "linear_cross_entropy" else VOCABULARY)]
     unpatch_model(model)
     assert_equal(loss_outcome(model, inputs), expected)
 
 
 def test_it_is_patched_by_name_only() -> None:
-    model, inputs = build("llama")
+    model, inputs = made("llama")
     assert all(site.pattern != "linear_cross_entropy" for site in patch_model(model).patched)
     assert isinstance(model(**inputs).logits, Tensor)
 
 
 def test_the_logits_are_computed_when_they_are_used() -> None:
-    model, inputs = build("llama")
+    model, inputs = made("llama")
     expected = model(**inputs).logits
     patch_model(model, patterns=["linear_cross_entropy"])
     logits = model(**inputs).logits
@@ -128,7 +102,7 @@ def test_the_logits_are_computed_when_they_are_used() -> None:
         lambda y: y + torch.arange(9.0)[:, None],
         lambda y: functional.cross_entropy(torch.tanh(torch.tanh(y)).view(18, -1), torch.zeros(18).long()),
         lambda y: functional.cross_entropy((y * 2.0 + torch.ones(VOCABULARY)).view(18, -1), torch.zeros(18).long()),
-        lambda y: y.view(-1, VOCABULARY // 61, 61),
+        lambda y: y.view(-1, 1, VOCABULARY),
         lambda y: y.transpose(0, 1),
         lambda y: functional.cross_entropy(y.view(-1, VOCABULARY), torch.zeros(18, VOCABULARY)),
         lambda y: functional.cross_entropy(y.view(18, -1), torch.zeros(18).long(), weight=torch.ones(VOCABULARY)),
@@ -170,7 +144,7 @@ def test_logits_changed_in_place_before_the_loss(pattern: str) -> None:
 
 def test_classes_in_the_second_dimension() -> None:
     """Logits with three dimensions, as torch.nn.functional.cross_entropy reads them."""
-    model, _ = build("llama")
+    model, _ = made("llama")
     ids = torch.randint(3, VOCABULARY, (2, VOCABULARY))
     patch_model(model, patterns=["linear_cross_entropy"])
     logits = model(input_ids=ids, labels=ids).logits
@@ -179,7 +153,7 @@ def test_classes_in_the_second_dimension() -> None:
 
 
 def test_logits_after_the_optimizer_step_raise() -> None:
-    model, inputs = build("llama")
+    model, inputs = made("llama")
     patch_model(model, patterns=["linear_cross_entropy"])
     output = model(**inputs)
     output.loss.backward()
@@ -190,7 +164,7 @@ def test_logits_after_the_optimizer_step_raise() -> None:
 
 def test_logits_first_read_without_grad_keep_their_graph() -> None:
     """An accuracy, then a loss of the logits beside the model's own."""
-    model, inputs = build("llama")
+    model, inputs = made("llama")
 
     def gradient() -> Tensor:
         model.zero_grad()
@@ -207,7 +181,7 @@ def test_logits_first_read_without_grad_keep_their_graph() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "t5", "llama"])
 def test_autocast_keeps_the_loss_s_dtype_and_that_of_logits_read_later(name: str) -> None:
-    model, inputs = build(name)
+    model, inputs = made(name)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**inputs)
         patch_model(model, patterns=["linear_cross_entropy"])
@@ -234,7 +208,7 @@ def test_a_model_without_an_output_layer_is_left_alone(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", BOTH)
 @pytest.mark.parametrize("mode", ["evaluation", "no labels", "no_grad"])
 def test_other_calls_return_a_tensor(mode: str, pattern: str) -> None:
-    model, inputs = build("llama")
+    model, inputs = made("llama")
     report = patch_model(model.train(mode != "evaluation"), patterns=[pattern])
     given = {k: v for k, v in inputs.items() if k != "labels" or mode != "no labels"}
     with torch.set_grad_enabled(mode != "no_grad"):
@@ -246,7 +220,7 @@ def test_other_calls_return_a_tensor(mode: str, pattern: str) -> None:
 def test_positional_labels_and_the_signature(pattern: str) -> None:
     import inspect
 
-    model, inputs = build("bert")
+    model, inputs = made("bert")
     before = inspect.signature(model.forward)
     names = list(before.parameters)
     patch_model(model, patterns=[pattern])
@@ -257,7 +231,7 @@ def test_positional_labels_and_the_signature(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", BOTH)
 def test_generate_gives_the_same_tokens(pattern: str) -> None:
-    model, inputs = build("llama")
+    model, inputs = made("llama")
     ids = inputs["input_ids"]
     expected = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
     patch_model(model, patterns=[pattern])
@@ -266,17 +240,16 @@ def test_generate_gives_the_same_tokens(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", BOTH)
 def test_num_items_in_batch_divides_the_sum(pattern: str) -> None:
-    model, inputs = build("llama")
-    expected = loss_outcome(model, inputs | {"num_items_in_batch": torch.tensor(7)})
-    patch_model(model, patterns=[pattern])
-    assert_agree(loss_outcome(model, inputs | {"num_items_in_batch": torch.tensor(7)}), expected)
+    model, inputs = made("llama")
+    inputs["num_items_in_batch"] = torch.tensor(7)
+    patch_and_compare(model, lambda: loss_outcome(model, inputs), patterns=[pattern])
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
 @pytest.mark.parametrize("pattern", BOTH)
 def test_autocast(pattern: str, name: str) -> None:
     """Also where a float32 constant is added to the logits."""
-    model, inputs = build(name)
+    model, inputs = made(name)
     if name == "bart":
         model.final_logits_bias.copy_(torch.arange(model.final_logits_bias.numel()) % 7)  # the same in bfloat16
     with torch.autocast("cpu", torch.bfloat16):
@@ -289,7 +262,7 @@ def test_autocast(pattern: str, name: str) -> None:
 
 
 def test_a_constant_without_versions_is_added_in_float32() -> None:
-    model, inputs = build("bart")
+    model, inputs = made("bart")
     with torch.inference_mode():
         model.final_logits_bias = torch.zeros(1, model.config.vocab_size)
     patch_model(model, patterns=["linear_cross_entropy"])
@@ -298,7 +271,7 @@ def test_a_constant_without_versions_is_added_in_float32() -> None:
 
 
 def test_a_constant_that_autocast_would_round_is_added_in_float32() -> None:
-    model, inputs = build("bart")
+    model, inputs = made("bart")
     report = patch_model(model, patterns=["linear_cross_entropy"])
     fused = []
     for scale in (1.0, 100.0, 1.0):
@@ -315,17 +288,15 @@ def test_a_constant_that_autocast_would_round_is_added_in_float32() -> None:
 @pytest.mark.parametrize("pattern", BOTH)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing(use_reentrant: bool, pattern: str) -> None:
-    model, inputs = build("llama")
+    model, inputs = made("llama")
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    expected = loss_outcome(model, inputs)
-    patch_model(model, patterns=[pattern])
-    assert_agree(loss_outcome(model, inputs), expected)
+    patch_and_compare(model, lambda: loss_outcome(model, inputs), patterns=[pattern])
 
 
 @compiles_transformers
 @pytest.mark.parametrize("pattern", BOTH)
 def test_torch_compile_runs_the_original(pattern: str) -> None:
-    model, inputs = build("llama")
+    model, inputs = made("llama")
     expected = model(**inputs).loss
     patch_model(model, patterns=[pattern])
     torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).loss, expected)
@@ -333,7 +304,7 @@ def test_torch_compile_runs_the_original(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", BOTH)
 def test_a_hooked_output_layer_is_called(pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
-    model, inputs = build("llama")
+    model, inputs = made("llama")
     expected = loss_outcome(model, inputs)
     patch_model(model, patterns=[pattern])
     cross_entropies.clear()
@@ -357,9 +328,9 @@ def test_lora(order: str, pattern: str) -> None:
                 parameter.data.normal_()
         return made.train()
 
-    plain, inputs = build("llama")
+    plain, inputs = made("llama")
     expected = loss_outcome(adapted(plain), inputs)
-    model, _ = build("llama")
+    model, _ = made("llama")
     if order == "before":
         patch_model(model, patterns=[pattern])
         model = adapted(model)
@@ -372,7 +343,7 @@ def test_lora(order: str, pattern: str) -> None:
 @pytest.mark.parametrize("pattern", BOTH)
 def test_trainer_trains_and_evaluates(pattern: str, tmp_path: Any) -> None:
     def trained(patch: bool) -> tuple[list[float], float]:
-        model, inputs = build("llama")
+        model, inputs = made("llama")
         if patch:
             patch_model(model, patterns=[pattern])
         rows = [{name: tensor[i] for name, tensor in inputs.items()} for i in range(2)]
@@ -390,7 +361,7 @@ def test_trainer_trains_and_evaluates(pattern: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("pattern", BOTH)
 def test_a_model_whose_own_forward_has_more_to_fuse(pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
     """DistilBERT's calls an activation before the output layer."""
-    model, inputs = build("distilbert")
+    model, inputs = made("distilbert")
     expected = loss_outcome(model, inputs)
     report = patch_model(model, patterns=[pattern, "bias_activation"])
     (site,) = (site for site in report.patched if site.name == "")
@@ -399,3 +370,30 @@ def test_a_model_whose_own_forward_has_more_to_fuse(pattern: str, cross_entropie
     assert_agree(loss_outcome(model, inputs), expected)
     assert len(cross_entropies) == 1 and report.calls()[""] == (2, 0)
     assert loss_outcome(unpatch_model(model), inputs)["loss"] == expected["loss"]
+
+
+class InAMethod(nn.Module):
+    """A loss in the forward, an activation in a method that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.act, self.lm_head = nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 11, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def transformed(self, x: Tensor) -> Tensor:
+        return self.act(self.dense(x))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.lm_head(self.transformed(x)), labels)
+
+
+@pytest.mark.parametrize("pattern", BOTH)
+def test_what_is_reported_beside_a_loss_is_fused_in_methods_too(pattern: str) -> None:
+    model, x, labels = InAMethod(), torch.randn(5, 8), torch.randint(11, (5,))
+    expected = model(x, labels)
+    report = patch_model(model, patterns=[pattern, "bias_activation"])
+    assert report.patched[0].detail == "and bias_activation"
+    torch.testing.assert_close(model(x, labels), expected)
+    assert report.calls()[""] == (2, 0)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from onetrip.patching import links
 from outcomes import assert_agree, outcome
 from patching_cases import WIDTH, BackwardInBackward, Stack, inputs, n_links, pair
 from torch import Tensor, nn
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    yield
-    assert not links._recent
-    assert all(slot.result is None for slot in links._slots.values())
+pytestmark = pytest.mark.usefixtures("no_link_is_left")
 
 
 def by_autograd_grad(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
@@ -30,14 +24,14 @@ def by_autograd_grad_of_one(states: list[Tensor], loss: Tensor, model: nn.Module
 def by_backward_for_inputs(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
     parameters = list(model.parameters())
     loss.backward(inputs=[states[0], *parameters])
-    return [states[0].grad, *(each.grad for each in parameters)]  # type: ignore[list-item]
+    return [states[0].grad, *(each.grad for each in parameters)]
 
 
 def by_retain_grad(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
     for each in states:
         each.retain_grad()
     loss.backward()
-    return [each.grad for each in (*states, *model.parameters())]  # type: ignore[misc]
+    return [each.grad for each in (*states, *model.parameters())]
 
 
 def by_hooks(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
@@ -46,14 +40,14 @@ def by_hooks(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tenso
     for each in states:
         each.register_hook(lambda grad: seen.append(grad) or grad * 0.5)
     loss.backward()
-    return [*seen, *(each.grad for each in model.parameters())]  # type: ignore[misc]
+    return [*seen, *(each.grad for each in model.parameters())]
 
 
 def by_two_backwards(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
     loss.backward(retain_graph=True)
     torch.autograd.grad(loss, states, retain_graph=True)
     loss.backward()
-    return [states[0].grad, *(each.grad for each in model.parameters())]  # type: ignore[list-item, misc]
+    return [states[0].grad, *(each.grad for each in model.parameters())]
 
 
 def of_batches(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
@@ -64,7 +58,6 @@ def of_batches(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Ten
     "gradients",
     [by_autograd_grad, by_autograd_grad_of_one, by_backward_for_inputs, by_retain_grad, by_hooks, by_two_backwards,
      of_batches],
-    ids=lambda f: f.__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("view", [False, True])
 def test_the_gradient_of_a_linked_sum_is_whole(gradients: Callable[..., list[Tensor]], view: bool) -> None:
@@ -101,7 +94,7 @@ def test_a_backward_after_a_failed_one_does_not_take_its_gradients() -> None:
         model.zero_grad()
         other.sum().backward()
         found.append([each.grad for each in model.layers.parameters()])
-    assert_agree(*found)  # type: ignore[arg-type]
+    assert_agree(*found)
 
 
 def test_a_backward_between_those_of_the_norm_and_the_sum() -> None:
@@ -116,19 +109,19 @@ def test_a_backward_between_those_of_the_norm_and_the_sum() -> None:
         model.zero_grad()
         loss.backward(retain_graph=True)
         found.append([each.grad for each in model.parameters()])
-    assert_agree(*found)  # type: ignore[arg-type]
+    assert_agree(*found)
 
 
 def test_a_frozen_sum_does_not_require_grad_for_its_norms_weight() -> None:
     found = []
     for model in reversed(pair(n_layers=1)):
-        model.layers.requires_grad_(False)  # type: ignore[union-attr]
+        model.layers.requires_grad_(False)
         model.zero_grad()
-        state = model.states(*inputs())[-1]  # type: ignore[operator]
+        state = model.states(*inputs())[-1]
         assert not state.requires_grad
-        model.final(state).sum().backward()  # type: ignore[operator]
+        model.final(state).sum().backward()
         found.append([model.final.weight.grad])
-    assert_agree(*found)  # type: ignore[arg-type]
+    assert_agree(*found)
 
 
 def test_hooks_registered_before_the_norm_runs_see_the_whole_gradient() -> None:
@@ -136,7 +129,7 @@ def test_hooks_registered_before_the_norm_runs_see_the_whole_gradient() -> None:
     found: list[list[Tensor]] = []
     for model in reversed(pair()):
         seen: list[Tensor] = []
-        model.layers[0].register_forward_hook(  # type: ignore[union-attr, operator]
+        model.layers[0].register_forward_hook(
             lambda _, args, z, seen=seen: z.register_hook(lambda grad: seen.append(grad.clone())) and None
         )
         found.append([*outcome(model, *inputs()).values(), *seen])
@@ -156,7 +149,7 @@ def test_hooks_on_a_view_between_a_sum_and_its_norm() -> None:
             model.zero_grad()
             model.final(rows.view(state.shape)).square().sum().backward()
         found.append([rows.grad])
-    assert_agree(*found)  # type: ignore[arg-type]
+    assert_agree(*found)
 
 
 def test_a_layers_backward_hook_sees_its_whole_gradient() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,16 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.usefixtures("no_link_is_left")
+
 
 def assert_same(model: nn.Module, original: nn.Module) -> None:
     assert_agree(outcome(model, *inputs()), outcome(original, *inputs()))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    yield
-    assert not links._recent
-    assert all(slot.result is None for slot in links._slots.values())
 
 
 def test_a_sum_and_a_norm_in_a_branch_or_in_the_next_layer_are_one_call() -> None:
@@ -63,7 +58,7 @@ def test_the_first_call_is_right_before_any_link() -> None:
     assert_same(model, original)
 
 
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_links_hold_in_every_grad_mode(grad: Any) -> None:
     original, model = pair()
     with grad():
@@ -79,10 +74,9 @@ def test_hidden_states_are_the_sums_themselves() -> None:
     model(*inputs())  # takes what states() left
 
 
-def test_small_sums_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_sums_are_not_linked(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
     """Also not by a model that has linked large ones: it may generate after a long prompt."""
     _, model = pair()
-    (x,) = inputs()
     monkeypatch.setattr(calls, "SMALLEST", x.numel() + 1)
     called: list[str] = []
     apart = links.sum_before_norm
@@ -137,7 +131,7 @@ def first_column(y: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("edit", [relu, scale, first_column], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("edit", [relu, scale, first_column])
 @pytest.mark.parametrize("view", [False, True])
 def test_a_linked_norms_result_may_be_edited_in_place(edit: Callable[[Tensor], Tensor], view: bool) -> None:
     original, model = pair()
@@ -193,7 +187,7 @@ def test_a_view_made_outside_the_graph_of_its_sum_is_no_link(call: str) -> None:
     original, model = pair(n_layers=2)
     for each in (original, model):
         if call == "autograd.Function":
-            each.call = lambda layer, h: Reshaped.apply(layer(h)).view(h.shape)  # type: ignore[no-untyped-call]
+            each.call = lambda layer, h: Reshaped.apply(layer(h)).view(h.shape)
         else:
             each.call = lambda layer, h: checkpoint(lambda h: layer(h).view(h.shape), h, use_reentrant=True)
     for _ in range(3):
@@ -344,7 +338,6 @@ def at_once(norm: nn.Module, z: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "between",
     [at_once, without_grad, of_a_view_without_grad, after_requires_grad, after_an_update, after_another_weight],
-    ids=lambda f: f.__name__,
 )
 def test_a_norm_in_another_grad_mode_or_with_other_weights_computes(between: Any, grad: bool) -> None:
     original, model = pair(n_layers=2)

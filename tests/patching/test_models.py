@@ -4,175 +4,53 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from onetrip.patching import PatchReport, patch_model, unpatch_model
 from outcomes import assert_agree, assert_equal, loss_outcome
-from patching_cases import (
-    COMMON,
-    DECODER,
-    GPT2,
-    HEADS,
-    HIDDEN,
-    NO_DROPOUT,
-    T5,
-    VIT,
-    VOCABULARY,
-    image,
-    padded_text,
-    tiny_model,
-    token_ids,
-)
+from patching_cases import ZOO, build, causal, padded_text, token_ids
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip("transformers")
 
-INTERMEDIATE = COMMON["intermediate_size"]
-SEQ2SEQ = {
-    "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS, "encoder_ffn_dim": INTERMEDIATE, "decoder_ffn_dim": INTERMEDIATE,
-    "vocab_size": VOCABULARY, "dropout": 0.0, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def causal() -> dict[str, Tensor]:
-    return {"input_ids": token_ids(), "labels": token_ids()}
-
-
-@dataclass
-class Case:
-    model: str
-    config: str
-    options: dict[str, Any]
-    inputs: Callable[[], dict[str, Tensor]]
-    sites: dict[str, int] = field(default_factory=dict)
-
-
-BERT_LIKE = {"layer_norm": 2, "dropout_add_norm": 4, "shared_input": 2}
-SHARED = {"shared_input": 6}
+BERT_LIKE = {"layer_norm": 2, "dropout_add_norm": 4, "shared_input": 2, "bias_activation": 3}
 LLAMA_LIKE = {"add_norm": 2, "rotary": 2, "gated_mlp": 2}
-CASES = {
-    "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, padded_text, BERT_LIKE | {"bias_activation": 3}),
-    "roberta": Case(
-        "RobertaForMaskedLM", "RobertaConfig", COMMON | NO_DROPOUT, padded_text, BERT_LIKE | {"bias_activation": 3}
-    ),
-    "electra": Case(
-        "ElectraForMaskedLM",
-        "ElectraConfig",
-        COMMON | NO_DROPOUT | {"embedding_size": HIDDEN},
-        padded_text,
-        BERT_LIKE | {"bias_activation": 3},
-    ),
-    "distilbert": Case(
-        "DistilBertForMaskedLM",
-        "DistilBertConfig",
-        {"dim": HIDDEN, "hidden_dim": INTERMEDIATE, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY}
-        | {"dropout": 0.0, "attention_dropout": 0.0},
-        padded_text,
-        {"layer_norm": 2, "add_norm": 2, "shared_input": 2, "bias_activation": 2},
-    ),
-    "gpt2": Case(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        causal,
-        {"layer_norm": 5, "add_norm": 2, "attention_mask": 2, "bias_activation": 2},
-    ),
-    "vit": Case(
-        "ViTForImageClassification",
-        "ViTConfig",
-        VIT | NO_DROPOUT,
-        image,
-        {"layer_norm": 3, "dropout_add_norm": 2, "bias_activation": 2, "shared_input": 2},
-    ),
-    "t5": Case(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        T5 | {"dropout_rate": 0.0},
-        causal,
-        {"rms_norm": 12, "dropout_add": 10, "cast_input": 4} | SHARED,
-    ),
-    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 3}),
-    "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 3}),
-    "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 11}),
-    "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, LLAMA_LIKE | {"layer_norm": 3}),
-    "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, LLAMA_LIKE | {"rms_norm": 9}),
-    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, LLAMA_LIKE | {"layer_norm": 3}),
-    "mixtral": Case(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        DECODER | {"num_local_experts": 2},
-        causal,
-        {"rms_norm": 3, "add_norm": 2, "rotary": 2, "gated_mlp": 2},
-    ),
-    "albert": Case(
-        "AlbertForMaskedLM",
-        "AlbertConfig",
-        COMMON | {"embedding_size": 16, "classifier_dropout_prob": 0.0},
-        padded_text,
-        {"layer_norm": 2, "dropout_add_norm": 1, "add_norm": 1, "bias_activation": 1},
-    ),
-    "modernbert": Case(
-        "ModernBertForMaskedLM",
-        "ModernBertConfig",
-        COMMON | {"cls_token_id": 1, "sep_token_id": 2, "attn_implementation": "eager"},
-        padded_text,
-        {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2, "gated_mlp": 2},
-    ),
-    "bart": Case(
-        "BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 2, "dropout_add_norm": 4} | SHARED
-    ),
-    "esm": Case(
-        "EsmForMaskedLM",
-        "EsmConfig",
-        COMMON | NO_DROPOUT | {"mask_token_id": 3, "position_embedding_type": "rotary"},
-        padded_text,
-        {"layer_norm": 6, "dropout_add": 4, "rotary": 2, "bias_activation": 3},
-    ),
-    "xlnet": Case(
-        "XLNetLMHeadModel",
-        "XLNetConfig",
-        {"d_model": HIDDEN, "n_layer": 2, "n_head": HEADS, "d_inner": INTERMEDIATE, "vocab_size": VOCABULARY}
-        | {"dropout": 0.0},
-        causal,
-        {"layer_norm": 2, "dropout_add_norm": 2},
-    ),
-    "mpt": Case(
-        "MptForCausalLM",
-        "MptConfig",
-        {"d_model": HIDDEN, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY, "max_seq_len": 32},
-        causal,
-        {"layer_norm": 3, "dropout_add_norm": 2, "dropout_add": 2, "attention_softmax": 2},
-    ),
+SITES: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("bert", "roberta", "electra"), BERT_LIKE),
+    "distilbert": {"layer_norm": 2, "add_norm": 2, "shared_input": 2, "bias_activation": 2},
+    "gpt2": {"layer_norm": 5, "add_norm": 2, "attention_mask": 2, "bias_activation": 2},
+    "vit": {"layer_norm": 3, "dropout_add_norm": 2, "bias_activation": 2, "shared_input": 2},
+    "t5": {"rms_norm": 12, "dropout_add": 10, "cast_input": 4, "shared_input": 6},
+    **dict.fromkeys(("llama", "gemma", "mixtral"), LLAMA_LIKE | {"rms_norm": 3}),
+    **dict.fromkeys(("olmo", "cohere"), LLAMA_LIKE | {"layer_norm": 3}),
+    "olmo2": LLAMA_LIKE | {"rms_norm": 9},
+    "gemma2": {"rms_norm": 7, "add_norm": 2, "attention_softmax": 2, "gated_mlp": 2},
+    "gemma3": LLAMA_LIKE | {"rms_norm": 11},
+    "albert": {"layer_norm": 2, "dropout_add_norm": 1, "add_norm": 1, "bias_activation": 1},
+    "modernbert": {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2, "gated_mlp": 2},
+    "bart": {"layer_norm": 2, "dropout_add_norm": 4, "shared_input": 6},
+    "esm": {"layer_norm": 6, "dropout_add": 4, "rotary": 2, "bias_activation": 3},
+    "xlnet": {"layer_norm": 2, "dropout_add_norm": 2},
+    "mpt": {"layer_norm": 3, "dropout_add_norm": 2, "dropout_add": 2, "attention_softmax": 2},
 }
-
-
-def build(name: str, **options: Any) -> Any:
-    case = CASES[name]
-    model = tiny_model(case.model, case.config, case.options | options)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # ones and zeros would hide a wrong weight or a missing bias
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    return model
+"""Of each pattern."""
 
 
 def assert_sites(report: PatchReport, name: str) -> None:
-    """Those of CASES since transformers 5, and a model with its output layer where it has a loss over the vocabulary.
+    """Those of SITES since transformers 5, and a model with its output layer where it has a loss over the vocabulary.
     Version 4 writes some models otherwise: something is patched there."""
     found = dict(Counter(site.pattern for site in report.patched))
-    expected = CASES[name].sites | ({} if name == "vit" else {"cross_entropy": 2})
+    expected = SITES[name] | ({} if name == "vit" else {"cross_entropy": 2})
     assert not {site.name for site in report.skipped} & {"lm_head"}  # whose activation is a site
     assert found == expected if int(transformers.__version__.split(".")[0]) >= 5 else found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SITES)
 def test_training_and_evaluation_match_the_unpatched_model(name: str) -> None:
-    model, inputs = build(name), CASES[name].inputs()
+    model, inputs = build(name), ZOO[name].inputs()
     with torch.no_grad():
         evaluated = model.eval()(**inputs).logits
     expected = loss_outcome(model.train(), inputs)
@@ -204,7 +82,7 @@ def test_half_precision_is_as_accurate_as_the_unpatched_model(
     """Errors against the same weights in float64, loss, logits and gradients: at most twice the unpatched model's."""
     # What takes SDPA's place on some CPUs has this test with larger scores: attention/test_sdpa.py.
     monkeypatch.setattr("onetrip.patching.attention.interface.multiplies_bfloat16_in_vectors", lambda: False)
-    model, inputs = build(name).to(getattr(torch, dtype)).train(), CASES[name].inputs()
+    model, inputs = build(name).to(getattr(torch, dtype)).train(), ZOO[name].inputs()
     truth = loss_outcome(copy.deepcopy(model).double(), inputs)
     expected = loss_outcome(model, inputs)
     report = patch_model(model)
@@ -221,7 +99,7 @@ def test_half_precision_is_as_accurate_as_the_unpatched_model(
 @pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma", "olmo2", "gpt2"])
 def test_autocast_keeps_every_dtype(name: str) -> None:
     """The dtype of what each module returns, under CPU autocast to bfloat16, and the outputs themselves."""
-    model, inputs = build(name).eval(), CASES[name].inputs()
+    model, inputs = build(name).eval(), ZOO[name].inputs()
 
     def dtypes_and_logits() -> tuple[list[tuple[str, torch.dtype | None]], Tensor]:
         seen: list[tuple[str, torch.dtype | None]] = []
@@ -261,7 +139,7 @@ def test_generate_gives_the_same_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_hidden_states_and_attentions_are_returned(name: str) -> None:
-    model, inputs = build(name, attn_implementation="eager").eval(), CASES[name].inputs()
+    model, inputs = build(name, attn_implementation="eager").eval(), ZOO[name].inputs()
     options = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
         expected = model(**inputs, **options)
@@ -312,7 +190,7 @@ def test_lora_of_every_linear_layer(order: str) -> None:
         return peft.get_peft_model(model, config)
 
     for name in ("llama", "gpt2", "bert"):
-        inputs = CASES[name].inputs()
+        inputs = ZOO[name].inputs()
         expected = loss_outcome(adapted(build(name)).train(), inputs)
         model = build(name)
         if order == "before":
@@ -338,7 +216,7 @@ def test_dropout_trains_and_evaluation_switches_it_off() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compiles_without_graph_breaks(name: str) -> None:
-    model, inputs = build(name).train(), CASES[name].inputs()
+    model, inputs = build(name).train(), ZOO[name].inputs()
     expected = loss_outcome(model, inputs)
     patch_model(model)
     torch.compiler.reset()

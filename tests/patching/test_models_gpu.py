@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from onetrip import patch_model
 from onetrip.optim import AdamW8bit
 from onetrip.patching import calls, half_results
-from patching_cases import WIDTH, Stack
+from patching_cases import WIDTH, Case, Stack
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -25,16 +24,16 @@ GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size"
 T5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 67, "pad_token_id": 0}
 LLAMA = {**TEXT, "num_key_value_heads": 2}
 MIXTURE = {**LLAMA, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bert": ("BertForMaskedLM", "BertConfig", TEXT),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MIXTURE),
-    "t5": ("T5ForConditionalGeneration", "T5Config", {**T5, "decoder_start_token_id": 0}),
+MODELS = {
+    "bert": Case("BertForMaskedLM", TEXT),
+    "gpt2": Case("GPT2LMHeadModel", GPT2),
+    "llama": Case("LlamaForCausalLM", LLAMA),
+    "qwen3_moe": Case("Qwen3MoeForCausalLM", MIXTURE),
+    "t5": Case("T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
 }
-OWN_SOFTMAX: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "deberta_v2": ("DebertaV2ForMaskedLM", "DebertaV2Config", TEXT | {"relative_attention": True}),
-    "mpnet": ("MPNetForMaskedLM", "MPNetConfig", TEXT),
+OWN_SOFTMAX = {
+    "deberta_v2": Case("DebertaV2ForMaskedLM", TEXT | {"relative_attention": True}),
+    "mpnet": Case("MPNetForMaskedLM", TEXT),
 }
 """Models that compute it in a forward of theirs."""
 
@@ -44,9 +43,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     """On the GPU, with eager attention."""
     if request.param == "qwen3_moe":
         needs_histograms()
-    model_class, config_class, options = MODELS[request.param]
-    config = getattr(transformers, config_class)(**options)
-    return getattr(transformers, model_class)._from_config(config, attn_implementation="eager").cuda()
+    return MODELS[request.param].eager().cuda()
 
 
 def needs_histograms() -> None:
@@ -96,8 +93,7 @@ def test_gradients_are_those_of_the_unpatched_model(
 @pytest.mark.parametrize("name", OWN_SOFTMAX)
 def test_under_autocast_a_softmax_of_half_scores_is_fused(backend: str, name: str) -> None:
     """Autocast makes it float32 on a GPU, dropout too, and casts both to half precision for the product."""
-    model_class, config_class, options = OWN_SOFTMAX[name]
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options)).cuda().eval()
+    model = OWN_SOFTMAX[name].eager().cuda()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         expected = gradients(copy.deepcopy(model))
         report = patch_model(model, patterns=["attention_softmax"])

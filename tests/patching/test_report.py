@@ -8,23 +8,15 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import PATTERNS, PatchedSite, SkippedSite, patch_model, patched, unpatch_model
+from patching_cases import Tail
 from torch import Tensor, nn
-
-
-class Tail(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.dropout, self.norm = nn.Linear(8, 8), nn.Dropout(0.1), nn.LayerNorm(8)
-
-    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        return self.norm(self.dropout(self.dense(hidden)) + residual)
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.LayerNorm(8)
-        self.layers = nn.ModuleList([Tail(), Tail()])
+        self.layers = nn.ModuleList([Tail(8), Tail(8)])
         self.odd = nn.LayerNorm((3, 8))
         self.last = nn.RMSNorm(8, eps=1e-6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.forward import Forward, read_forward
-from onetrip.patching.rotary import Rotations, read_rotations
+from onetrip.patching.rotary import FoundRotation, read_rotations
+from patching_cases import DECODER, tiny_model, written
+from rotary_cases import halves, llama
 from torch import Tensor, nn
 
 BATCH, POSITIONS, HEADS, HEAD_DIM = 2, 5, 4, 8
@@ -23,18 +26,8 @@ INTERFACE["library"].__module__ = "transformers.integrations.sdpa_attention"
 Pair = tuple[Tensor, Tensor]
 
 
-def halves(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
 def pairs(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-
-
-def llama(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + halves(q) * sin, k * cos + halves(k) * sin
 
 
 def gpt_neox(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
@@ -99,80 +92,43 @@ class Llama(Rotary):
 class PositionsFirst(Rotary):
     is_heads_first = False
 
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = INTERFACE["pair"]
-        q, k = llama(q, k, cos, sin, unsqueeze_dim=2)
-        return attend(q, k)
+
+class InPart(Rotary):
+    """The first columns of each head."""
+
+    n_columns = n_rotated = HEAD_DIM // 2
 
 
-class NeoX(Rotary):
-    n_columns = HEAD_DIM // 2
-
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = INTERFACE["pair"]
-        q, k = gpt_neox(q, k, cos, sin)
-        return attend(q, k)
-
-
-class Cohere(Rotary):
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = INTERFACE["pair"]
-        q, k = cohere(q, k, cos, sin)
-        return attend(q, k)
-
-
-class Glm(Rotary):
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = INTERFACE["pair"]
-        q, k = glm(q, k, cos, sin)
-        return attend(q, k)
-
-
-class Vision(Rotary):
-    is_heads_first = False
-
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = INTERFACE["pair"]
-        q, k = qwen_vision(q, k, cos, sin)
-        return attend(q, k)
-
-
-class Packed(Vision):
+class Packed(PositionsFirst):
     """Positions of all images in one dimension."""
 
     def inputs(self, dtype: torch.dtype = torch.float32, table: torch.dtype | None = None) -> list[Tensor]:
         return [x.flatten(0, 1) for x in super().inputs(dtype, table)]
 
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = INTERFACE["pair"]
-        q, k = qwen_vision(q, k, cos, sin)
-        return attend(q, k)
+
+def rotary(base: type[Rotary], body: str, arguments: str = "q, k, cos, sin") -> Any:
+    return written(base, f'attend = INTERFACE["pair"]\n{textwrap.dedent(body).strip()}', globals(), arguments)
 
 
-class BackToDtype(Rotary):
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = INTERFACE["pair"]
-        q, k = back_to_dtype(q, k, cos, sin)
-        return attend(q, k)
-
-
-class Phi(Rotary):
-    """The first columns of each head, sliced off in the forward."""
-
-    n_columns = HEAD_DIM // 2
-    n_rotated = HEAD_DIM // 2
-
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = INTERFACE["pair"]
-        q_part, q_rest = q[..., : self.n_rotated], q[..., self.n_rotated :]
-        k_part, k_rest = k[..., : self.n_rotated], k[..., self.n_rotated :]
-        q_part, k_part = llama(q_part, k_part, cos, sin)
-        q = torch.cat((q_part, q_rest), dim=-1)
-        k = torch.cat((k_part, k_rest), dim=-1)
-        return attend(q, k)
-
-
-FUSED = [Llama, PositionsFirst, NeoX, Cohere, Glm, Vision, Packed, BackToDtype, Phi]
+FUSED = {
+    "Llama": Llama,
+    "positions first": rotary(PositionsFirst, "q, k = llama(q, k, cos, sin, unsqueeze_dim=2); return attend(q, k)"),
+    "NeoX": rotary(InPart, "q, k = gpt_neox(q, k, cos, sin); return attend(q, k)"),
+    "Cohere": rotary(Rotary, "q, k = cohere(q, k, cos, sin); return attend(q, k)"),
+    "Glm": rotary(Rotary, "q, k = glm(q, k, cos, sin); return attend(q, k)"),
+    "Qwen-VL": rotary(PositionsFirst, "q, k = qwen_vision(q, k, cos, sin); return attend(q, k)"),
+    "Qwen-VL, packed": rotary(Packed, "q, k = qwen_vision(q, k, cos, sin); return attend(q, k)"),
+    "OLMo": rotary(Rotary, "q, k = back_to_dtype(q, k, cos, sin); return attend(q, k)"),
+    # Sliced off in the forward.
+    "Phi": rotary(
+        InPart,
+        "q_part, q_rest = q[..., : self.n_rotated], q[..., self.n_rotated :]; "
+        "k_part, k_rest = k[..., : self.n_rotated], k[..., self.n_rotated :]; "
+        "q_part, k_part = llama(q_part, k_part, cos, sin); "
+        "q = torch.cat((q_part, q_rest), dim=-1); k = torch.cat((k_part, k_rest), dim=-1); return attend(q, k)",
+    ),
+}
+each_rotation = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 
 
 def outcome(model: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
@@ -184,7 +140,7 @@ def outcome(model: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[
 
 
 @pytest.mark.parametrize("dtypes", [("float32", None), ("bfloat16", None), ("bfloat16", "float32")], ids=str)
-@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+@each_rotation
 def test_results_have_the_bits_of_the_function(make: type[Rotary], dtypes: tuple[str, str | None]) -> None:
     """Results to the bit; gradients at least as near to those in float64: autograd rounds both products."""
     model, given = make(), [None if each is None else getattr(torch, each) for each in dtypes]
@@ -205,7 +161,7 @@ def test_results_have_the_bits_of_the_function(make: type[Rotary], dtypes: tuple
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+@each_rotation
 def test_training_under_autocast_gives_what_attention_would_cast(make: type[Rotary], dtype: torch.dtype) -> None:
     """Of float32 tables; float32 q and k are those of a norm, as in Qwen3. Without gradients a cache would have another
     dtype than it has unpatched."""
@@ -262,11 +218,15 @@ FOR_OTHERS = {
     "a callable without a hash": "q, k = R; return UNHASHABLE(q) @ k",
     "a sum in a list": "q, k = R; return attend([q + v], k)",
     "a generator": "q, k = R; return attend(*(x.sin() for x in (q, k)))",
-    "a loop": "for _ in range(2):;     y = q.sin();     q, k = R; return attend(q, k)",
+    "a loop": """
+        for _ in range(2):
+            y = q.sin()
+            q, k = R
+        return attend(q, k)""",
 }
 
 
-class Unhashable(dict):  # type: ignore[type-arg]
+class Unhashable(dict):
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
@@ -281,27 +241,16 @@ def test_who_reads_the_results(expected: bool, bodies: dict[str, str]) -> None:
     """Under autocast only what attention casts anyway may be rounded."""
     found = {}
     for name, body in bodies.items():
-        lines = ['attend = INTERFACE["pair"]', *body.replace("R", "llama(q, k, cos, sin)", 1).split("; ")]
-        source = "def forward(self, q, k, v, cos, sin, cache):\n" + "".join(f"    {line}\n" for line in lines)
-        forward = read_forward(Llama.forward, source)
+        model = rotary(Rotary, body.replace("R", "llama(q, k, cos, sin)", 1), "q, k, v, cos, sin, cache")
+        forward = read_forward(model.forward)
         assert isinstance(forward, Forward)
-        rotations = read_rotations(forward)
-        assert rotations is not None
-        found[name] = [each.caches is not None for each in rotations.found]
+        found[name] = [each.caches is not None for each in read_rotations(forward)]
     assert found == {name: [expected] for name in bodies}
 
 
 def test_a_norm_after_the_rotation_reads_float32() -> None:
     """As unpatched, under autocast."""
-
-    class Normed(Rotary):
-        def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-            attend = INTERFACE["pair"]
-            q, k = llama(q, k, cos, sin)
-            q = self.norm(q)
-            return attend(q, k)
-
-    model = Normed()
+    model = rotary(Rotary, "q, k = llama(q, k, cos, sin); q = self.norm(q); return attend(q, k)")()
     model.norm = nn.Identity()
     inputs = model.inputs(torch.bfloat16, torch.float32)
     expected = outcome(model, *inputs)
@@ -349,7 +298,7 @@ def test_half_precision_is_left_as_it_is_under_autocast_to_another() -> None:
             assert model(q.requires_grad_(), k, *tables)[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+@each_rotation
 def test_compiles_without_a_break(make: type[Rotary]) -> None:
     model = make()
     inputs = model.inputs()
@@ -413,13 +362,13 @@ def with_impure_helper(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 def test_what_resembles_a_rotation_is_none(function: Callable[..., Pair]) -> None:
     source = f"def forward(self, q, k, cos, sin):\n    return {function.__name__}(q, k, cos, sin)\n"
 
-    def read(source: str) -> Rotations | None:
+    def read(source: str) -> list[FoundRotation]:
         forward = read_forward(Llama.forward, source)
         assert isinstance(forward, Forward)
         return read_rotations(forward)
 
-    assert read(source.replace(function.__name__, "llama")) is not None
-    assert read(source) is None and not calls
+    assert read(source.replace(function.__name__, "llama"))
+    assert not read(source) and not calls
 
 
 def test_a_function_exchanged_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,9 +418,8 @@ def test_the_pattern_is_chosen_by_name() -> None:
 
 def test_sdpa_beside_a_rotation_is_reported_and_replaced_on_demand() -> None:
     """What is left of an attention is a skipped site; attention=True takes it after the default patch_model, too."""
-    transformers = pytest.importorskip("transformers")
-    options = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **options)).eval()
+    model = tiny_model("LlamaForCausalLM", DECODER | {"num_hidden_layers": 1}).eval()
+    cls = type(model.model.layers[0].self_attn)
     tokens = torch.arange(10).view(2, 5)
     expected = model(tokens).logits
     report = patch_model(model)
@@ -484,6 +432,4 @@ def test_sdpa_beside_a_rotation_is_reported_and_replaced_on_demand() -> None:
     torch.testing.assert_close(model(tokens).logits, expected)
     assert all(back == 0 for _, back in report.calls().values())
     assert patch_model(model).patched == patch_model(model).patched
-    assert (
-        type(unpatch_model(model).model.layers[0].self_attn) is transformers.models.llama.modeling_llama.LlamaAttention
-    )
+    assert type(unpatch_model(model).model.layers[0].self_attn) is cls

@@ -7,20 +7,12 @@ import torch
 from onetrip.patching import patch_model
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.rotary import read_rotations
+from patching_cases import written
+from rotary_cases import llama
 from torch import Tensor, nn
 
 N_ROTATED = 4
 Pair = tuple[Tensor, Tensor]
-
-
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + halves(q) * sin, k * cos + halves(k) * sin
-
-
-def halves(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
 
 
 class InPart(nn.Module):
@@ -31,7 +23,7 @@ class InPart(nn.Module):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         q_part, q_rest = q[..., : self.n_rotated], q[..., self.n_rotated :]
         k_part, k_rest = k[..., : self.n_rotated], k[..., self.n_rotated :]
-        q_part, k_part = rotate(q_part, k_part, cos, sin)
+        q_part, k_part = llama(q_part, k_part, cos, sin)
         q = torch.cat((q_part, q_rest), dim=-1)
         k = torch.cat((k_part, k_rest), dim=-1)
         return q, k
@@ -49,7 +41,7 @@ def test_one_operator_takes_the_place_of_slices_and_joins() -> None:
     assert all(map(torch.equal, model(*given), original(*given)))
     assert report.calls() == {"": (1, 0)}
     added = [line for line in report.diff("").splitlines() if line.startswith("+ ")]
-    assert added == ["+    q, k = rotated_0_(self, rotate, None, self.n_rotated, q, k, cos, sin)"]
+    assert added == ["+    q, k = rotated_0_(self, llama, None, self.n_rotated, q, k, cos, sin)"]
 
 
 def test_what_the_operator_does_not_take_is_sliced_and_joined() -> None:
@@ -66,7 +58,7 @@ def test_what_the_operator_does_not_take_is_sliced_and_joined() -> None:
 BODY = """\
 q_part, q_rest = q[..., :4], q[..., 4:]
 k_part, k_rest = k[..., :4], k[..., 4:]
-q_part, k_part = rotate(q_part, k_part, cos, sin)
+q_part, k_part = llama(q_part, k_part, cos, sin)
 q = torch.cat((q_part, q_rest), dim=-1)
 k = torch.cat((k_part, k_rest), dim=-1)
 return q, k
@@ -77,7 +69,7 @@ CHANGES = {
     "the rest is read in a function": [("return q, k", "return attend(lambda: k_rest)")],
     "a part is deleted": [("return q, k", "del q_part; return q, k")],
     "the rest changes": [("k = torch", "k_rest *= 2; k = torch")],
-    "a part changes": [("q_part, k_part = r", "q_part *= 2; q_part, k_part = r")],
+    "a part changes": [("q_part, k_part = l", "q_part *= 2; q_part, k_part = l")],
     "a view of the result": [("return q, k", "q = q.view(-1); return q, k")],
     "a view of a cast of the result": [("return q, k", "q = q.to(k.dtype).view(-1); return q, k")],
     "strides of the result": [("return q, k", "return attend(k.stride())")],
@@ -89,7 +81,7 @@ CHANGES = {
     "one rest for both": [("k_part, k_rest = k", "k_part, q_rest = k"), ("(k_part, k_rest), d", "(k_part, q_rest), d")],
     "joined to the other": [("q = torch", "k = torch"), ("k = torch.cat((k_", "q = torch.cat((k_")],
     "other dimension": [("dim=-1)", "dim=0)")],
-    "other names of what is rotated": [("q_part, k_part = rotate", "q_turned, k_part = rotate")],
+    "other names of what is rotated": [("q_part, k_part = llama", "q_turned, k_part = llama")],
     "other names of what is joined": [("q = torch", "q_turned = torch")],
     "something between": [("q = torch", "print(); q = torch")],
     "a positional argument": [("cos, sin)", "cos, sin, 1)")],
@@ -99,11 +91,9 @@ CHANGES = {
 
 
 def parts(body: str) -> list[bool]:
-    source = "def forward(self, q, k, cos, sin):\n" + "".join(f"    {line}\n" for line in body.splitlines())
-    forward = read_forward(InPart.forward, source)
+    forward = read_forward(written(InPart, body, globals(), "q, k, cos, sin").forward)
     assert isinstance(forward, Forward)
-    rotations = read_rotations(forward)
-    return [] if rotations is None else [each.part is not None for each in rotations.found]
+    return [each.part is not None for each in read_rotations(forward)]
 
 
 def test_statements_that_are_part_of_a_rotation() -> None:
@@ -116,7 +106,7 @@ def test_statements_that_do_something_else_stay(name: str) -> None:
     for old, new in CHANGES[name]:
         assert old in body
         body = body.replace(old, new, 1)
-    assert parts(body.replace("; ", "\n")) == [False]
+    assert parts(body) == [False]
 
 
 def test_a_loop_stays() -> None:

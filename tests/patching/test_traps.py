@@ -94,36 +94,29 @@ def test_saved_tensors_offloaded_to_the_cpu() -> None:
         assert_steps_agree(model, expected)
 
 
-@ORDER
-@pytest.mark.parametrize("targets", [["c_proj"], ["c_attn", "c_fc", "c_proj"]], ids=["branch", "all"])
-def test_lora(order: str, targets: list[str]) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=targets, r=2, init_lora_weights=False, fan_in_fan_out=True)
-
-    def prepare(model: nn.Module) -> nn.Module:
-        torch.manual_seed(3)
-        return peft.get_peft_model(model, config)  # type: ignore[no-any-return]
-
-    model, expected = prepared(order, prepare)
-    assert_steps_agree(model, expected)
+# modules_to_save wraps norms that sums absorb (ln_2) and link (ln_f).
+ADAPTERS: dict[str, dict[str, list[str]]] = {
+    "branch": {"target_modules": ["c_proj"]},
+    "all": {"target_modules": ["c_attn", "c_fc", "c_proj"]},
+    "trained norms": {"target_modules": ["c_attn"], "modules_to_save": ["ln_2", "ln_f"]},
+}
 
 
 @ORDER
-def test_trained_norms_beside_lora(order: str) -> None:
-    """modules_to_save wraps norms that sums absorb (ln_2) and link (ln_f)."""
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_lora(order: str, name: str) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        target_modules=["c_attn"], r=2, init_lora_weights=False, fan_in_fan_out=True, modules_to_save=["ln_2", "ln_f"]
-    )
+    config = peft.LoraConfig(r=2, init_lora_weights=False, fan_in_fan_out=True, **ADAPTERS[name])
 
     def prepare(model: nn.Module) -> nn.Module:
         torch.manual_seed(3)
-        return peft.get_peft_model(model, config)  # type: ignore[no-any-return]
+        return peft.get_peft_model(model, config)
 
     model, expected = prepared(order, prepare)
-    for each in (model, expected):
+    if name == "trained norms":
         with torch.no_grad():
-            each.base_model.model.transformer.ln_f.modules_to_save["default"].weight.mul_(2.0)
+            for each in (model, expected):
+                each.base_model.model.transformer.ln_f.modules_to_save["default"].weight.mul_(2.0)
     assert_steps_agree(model, expected)
 
 
@@ -196,7 +189,7 @@ def test_one_block_used_twice() -> None:
     """As ALBERT shares its layer."""
     model, expected = gpt2().train(), gpt2().train()
     for each in (model, expected):
-        each.transformer.h[1] = each.transformer.h[0]  # type: ignore[index, union-attr]
+        each.transformer.h[1] = each.transformer.h[0]
     patch_model(model)
     assert_steps_agree(model, expected, n_steps=5)
 

@@ -46,7 +46,7 @@ def outcome(model: Model) -> tuple[Any, list[Tensor]]:
     """What the model returns; its loss and the gradients of its parameters."""
     outputs = model(IDS, labels=LABELS)
     outputs[0].sum().backward()
-    return outputs, [outputs[0].detach(), *(parameter.grad for parameter in model.parameters())]  # type: ignore[misc]
+    return outputs, [outputs[0].detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 def compared(model: Model, fused: bool) -> None:
@@ -201,14 +201,15 @@ def test_a_model_in_a_model_counts_one_loss() -> None:
     assert report.calls() == {"": (1, 0), "inner": (1, 0), "inner.head": (1, 0)}
 
 
+def saved(loss: Any, patterns: tuple[str, ...]) -> int:
+    model = Model(loss).to(torch.bfloat16)
+    patch_model(model, patterns=patterns)
+    return saved_bytes(lambda: model(IDS, labels=LABELS)[0], excluded=list(model.parameters()))
+
+
 @pytest.mark.parametrize("loss", BY_TORCH)
 def test_no_more_is_saved_for_another_loss(loss: str) -> None:
-    def saved(patterns: tuple[str, ...]) -> int:
-        model = Model(BY_TORCH[loss]).to(torch.bfloat16)
-        patch_model(model, patterns=patterns)
-        return saved_bytes(lambda: model(IDS, labels=LABELS)[0], excluded=list(model.parameters()))
-
-    assert 0 < saved(("cross_entropy",)) <= saved(())
+    assert 0 < saved(BY_TORCH[loss], ("cross_entropy",)) <= saved(BY_TORCH[loss], ())
 
 
 def test_metadata_of_the_float32_values_makes_no_copy() -> None:
@@ -230,15 +231,9 @@ def test_metadata_of_the_float32_values_makes_no_copy() -> None:
 
 def test_less_is_saved_for_backward() -> None:
     """bfloat16: the logits, which the model returns, and no copy of them in float32."""
-
-    def saved(patterns: tuple[str, ...]) -> int:
-        model = Model(lambda y, labels: flat(y.float(), labels)).to(torch.bfloat16)
-        patch_model(model, patterns=patterns)
-        return saved_bytes(lambda: model(IDS, labels=LABELS)[0], excluded=list(model.parameters()))
-
-    logits = IDS.numel() * CLASSES * 2
-    assert saved(()) >= 2 * logits  # log-probabilities in float32
-    assert saved(("cross_entropy",)) < saved(()) - logits // 2
+    unpatched, logits = saved(FUSED["float32"], ()), IDS.numel() * CLASSES * 2
+    assert unpatched >= 2 * logits  # log-probabilities in float32
+    assert saved(FUSED["float32"], ("cross_entropy",)) < unpatched - logits // 2
 
 
 def test_it_is_a_default_pattern_and_linear_cross_entropy_comes_before_it() -> None:

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
-from patching_cases import Model, classes
+from patching_cases import COMMON, DECODER, Model, classes, tiny_model
 from torch import Tensor, nn
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
 
 
 def test_hooks_on_a_block_run_and_hooks_on_its_children_make_it_fall_back(model: Model, x: Tensor) -> None:
@@ -49,10 +54,6 @@ def test_a_global_hook_sees_every_child(model: Model, x: Tensor, kind: str) -> N
 
 
 def test_a_parametrised_dense_is_called(model: Model, x: Tensor) -> None:
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
     report = patch_model(model)
     nn.utils.parametrize.register_parametrization(model.tails[0].dense, "weight", Doubled())
     expected = unpatch_model(copy.deepcopy(model))(x)
@@ -61,10 +62,6 @@ def test_a_parametrised_dense_is_called(model: Model, x: Tensor) -> None:
 
 
 def test_unpatching_refuses_a_class_on_top_of_a_patched_one(model: Model, x: Tensor) -> None:
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
     before = classes(model)
     patch_model(model)
     nn.utils.parametrize.register_parametrization(model.final, "weight", Doubled())
@@ -144,14 +141,13 @@ def test_modules_to_save_wraps_the_norm(model: Model, x: Tensor, order: str) -> 
 
 
 def test_save_pretrained_and_from_pretrained(tmp_path: Any) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=31, **sizes)).eval()
+    model = tiny_model("BertModel", COMMON).eval()
+    BertModel = type(model)
     patch_model(model)
     model.save_pretrained(tmp_path)
-    loaded = transformers.BertModel.from_pretrained(tmp_path).eval()
+    loaded = BertModel.from_pretrained(tmp_path).eval()
     assert not any("_onetrip_original" in vars(cls) for cls in classes(loaded))
-    assert type(loaded) is transformers.BertModel
+    assert type(loaded) is BertModel
     ids = torch.arange(10).view(1, 10)
     torch.testing.assert_close(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
 
@@ -159,12 +155,7 @@ def test_save_pretrained_and_from_pretrained(tmp_path: Any) -> None:
 def test_trainer_weight_decay_groups_do_not_change() -> None:
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    for config in (
-        transformers.BertConfig(vocab_size=31, **sizes),
-        transformers.LlamaConfig(vocab_size=31, **sizes, num_key_value_heads=2),
-    ):
-        model = transformers.AutoModel.from_config(config)
+    for model in (tiny_model("BertModel", COMMON), tiny_model("LlamaModel", DECODER)):
         decayed = transformers.Trainer.get_decay_parameter_names(None, model)
         patch_model(model)
         assert transformers.Trainer.get_decay_parameter_names(None, model) == decayed

@@ -19,6 +19,21 @@ ROUNDINGS = [
 ]
 """The dtypes of parameters, and how they are rounded if not to nearest."""
 ADAMW = Group(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, maximize=False)
+GROUPS = {
+    "l2": ADAMW._replace(decoupled=False),
+    "l2_of_0": ADAMW._replace(decoupled=False, weight_decay=0.0),
+    "no_decay": ADAMW._replace(weight_decay=0.0),
+    "maximize": ADAMW._replace(maximize=True),
+    "l2_maximize": ADAMW._replace(decoupled=False, maximize=True),
+    "no_momentum": ADAMW._replace(beta1=0.0),
+    "no_memory": ADAMW._replace(beta2=0.0),
+    "beta1_near_1": ADAMW._replace(beta1=0.999, beta2=0.9),
+    "beta2_is_beta1_squared": ADAMW._replace(beta1=0.5, beta2=0.25),
+    "no_eps": ADAMW._replace(eps=0.0),
+    "large_eps": ADAMW._replace(eps=1.0),
+    "lr_tensor": ADAMW._replace(lr=torch.tensor(0.3)),
+    "no_lr": ADAMW._replace(lr=0.0),
+}
 
 
 def placed(tensor: Tensor, shift: int = 0) -> Tensor:

@@ -146,7 +146,7 @@ def _verified() -> list[dict[str, Any]]:
 
 
 def recorded() -> results.Results:
-    """What tests/benchmarks/recorded holds: operators, blocks, overhead, installation."""
+    """What tests/benchmarks/recorded holds: operators, overhead, installation."""
     return results.read(RECORDED)[MACHINE]
 
 

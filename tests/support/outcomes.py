@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,3 +63,23 @@ def assert_equal(ours: Outcome, theirs: Outcome) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
+
+
+def penalty_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """In float64, of the sum of the squares of the gradient of the input."""
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(2.0 * leaf).square().sum(), leaf, create_graph=True)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    return [each.double() for each in torch.autograd.grad(gradient.square().sum(), parameters)]
+
+
+def patch_and_compare(model: Any, run: Callable[[], Outcome], relative: float = 1e-5, **options: Any) -> PatchReport:
+    """Patches the model: run() gives what it gave before, within `relative`; 0: the same values."""
+    expected = run()
+    report = patch_model(model, **options)
+    found = run()
+    if relative:
+        assert_agree(found, expected, relative)
+    else:
+        assert_equal(found, expected)
+    return report

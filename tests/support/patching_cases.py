@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
+import linecache
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from onetrip.patching import calls, links
+from onetrip.patching.source import parse
 from outcomes import Outcome, assert_agree, outcome, parameter_gradients, patched_pair
 from torch import Tensor, nn
+from torch.nn import functional
 
 WIDTH = 16
 compiles_transformers = pytest.mark.skipif(
@@ -53,6 +58,26 @@ def twice(function: Callable[..., Any]) -> Any:
         return 2.0 * function(*args, **kwargs)
 
     return wrapper
+
+
+def written(base: type, body: str, names: dict[str, Any], arguments: str = "x", method: str = "forward") -> Any:
+    """A subclass of base with one more method, whose source patterns can read.
+
+    body: its statements; "; " parts two of the same indentation. names: its globals; ruff removes an import that the
+    body alone reads.
+    """
+    lines = []
+    for line in textwrap.dedent(body).strip().splitlines():
+        indentation = line[: len(line) - len(line.lstrip())]
+        lines += [f"        {indentation}{statement}\n" for statement in line.lstrip().split("; ")]
+    source = [f"class {base.__name__}(base):\n", f"    def {method}(self, {arguments}):\n", *lines]
+    file = f"<forward {hash(tuple(source))}>"
+    linecache.cache[file] = (0, None, source, file)
+    defined: dict[str, Any] = {"base": base}
+    exec(compile("".join(source), file, "exec"), names, defined)
+    cls = defined[base.__name__]
+    assert isinstance(parse(vars(cls)[method]), ast.FunctionDef)  # patterns can read it
+    return cls
 
 
 def module_of(source: str, folder: Path) -> Any:
@@ -142,21 +167,32 @@ GPT2 = {
     "n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+GPT2_NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 T5 = {
     "d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY,
     "pad_token_id": 0, "decoder_start_token_id": 0,
 }  # fmt: skip
 VIT = COMMON | {"image_size": 16, "patch_size": 8}
+SEQ2SEQ = {
+    "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": VOCABULARY,
+    "dropout": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+WHISPER = SEQ2SEQ | {
+    "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
 """Sizes of tiny models of transformers."""
 
 
-def tiny_model(model: str, config: str, options: dict[str, Any]) -> Any:
-    """A model of these classes of transformers, the same in every call."""
+def tiny_model(model: str, options: dict[str, Any]) -> Any:
+    """A model of this class of transformers, the same in every call."""
     transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, config):
-        pytest.skip(f"transformers {transformers.__version__} has no {config}")
+    if not hasattr(transformers, model):
+        pytest.skip(f"transformers {transformers.__version__} has no {model}")
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**options))
+    cls = getattr(transformers, model)
+    return cls(cls.config_class(**options))
 
 
 def token_ids(*shape: int, seed: int = 0) -> Tensor:
@@ -175,23 +211,80 @@ def image() -> dict[str, Tensor]:
     return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
 
 
-def classes(model: nn.Module) -> list[type]:
-    return [type(module) for module in model.modules()]
+def speech() -> dict[str, Tensor]:
+    features = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    return {"input_features": features, "decoder_input_ids": token_ids(2, 5), "labels": token_ids(2, 5, seed=1)}
 
 
-def gpt2(**options: Any) -> nn.Module:
-    """A tiny GPT-2: dropouts in children, residual sums and norms in its blocks, a last sum read outside."""
-    import transformers
+def causal() -> dict[str, Tensor]:
+    return {"input_ids": token_ids(), "labels": token_ids()}
 
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    torch.manual_seed(0)
-    model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | tokens | dropouts | options))
+
+class Case(NamedTuple):
+    """A model of transformers with what it is given."""
+
+    model: str
+    options: dict[str, Any]
+    inputs: Callable[[], dict[str, Tensor]] = padded_text
+    n_attentions: int = 2
+
+    def eager(self, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        """With eager attention unless the options say otherwise."""
+        return tiny_model(self.model, {"attn_implementation": "eager"} | self.options | options).to(dtype).eval()
+
+
+BERT = COMMON | NO_DROPOUT
+LAYERS = {"n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY}
+ZOO = {
+    "bert": Case("BertForMaskedLM", BERT),
+    "roberta": Case("RobertaForMaskedLM", BERT),
+    "electra": Case("ElectraForMaskedLM", BERT | {"embedding_size": HIDDEN}),
+    "distilbert": Case(
+        "DistilBertForMaskedLM", LAYERS | {"dim": HIDDEN, "hidden_dim": 48, "dropout": 0.0, "attention_dropout": 0.0}
+    ),
+    "gpt2": Case("GPT2LMHeadModel", GPT2 | GPT2_NO_DROPOUT, causal),
+    "vit": Case("ViTForImageClassification", VIT | NO_DROPOUT, image),
+    "t5": Case("T5ForConditionalGeneration", T5 | {"dropout_rate": 0.0}, causal),
+    "llama": Case("LlamaForCausalLM", DECODER, causal),
+    "gemma": Case("GemmaForCausalLM", DECODER, causal),
+    "gemma2": Case("Gemma2ForCausalLM", DECODER, causal),
+    "gemma3": Case("Gemma3ForCausalLM", DECODER, causal),
+    "olmo": Case("OlmoForCausalLM", DECODER, causal),
+    "olmo2": Case("Olmo2ForCausalLM", DECODER, causal),
+    "cohere": Case("CohereForCausalLM", DECODER, causal),
+    "mixtral": Case("MixtralForCausalLM", DECODER | {"num_local_experts": 2}, causal),
+    "albert": Case("AlbertForMaskedLM", COMMON | {"embedding_size": 16, "classifier_dropout_prob": 0.0}),
+    "modernbert": Case(
+        "ModernBertForMaskedLM", COMMON | {"cls_token_id": 1, "sep_token_id": 2, "attn_implementation": "eager"}
+    ),
+    "bart": Case("BartForConditionalGeneration", SEQ2SEQ | {"max_position_embeddings": 64}, causal),
+    "esm": Case("EsmForMaskedLM", BERT | {"mask_token_id": 3, "position_embedding_type": "rotary"}),
+    "xlnet": Case(
+        "XLNetLMHeadModel",
+        {"d_model": HIDDEN, "n_layer": 2, "n_head": HEADS, "d_inner": 48, "vocab_size": VOCABULARY, "dropout": 0.0},
+        causal,
+    ),
+    "mpt": Case("MptForCausalLM", LAYERS | {"d_model": HIDDEN, "max_seq_len": 32}, causal),
+}
+"""Models without dropout."""
+
+
+def build(name: str, **options: Any) -> Any:
+    """A model of ZOO with drawn weights: ones and zeros would hide a wrong weight or a missing bias."""
+    model = tiny_model(ZOO[name].model, ZOO[name].options | options)
     generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # ones and zeros would hide a wrong weight or a missing bias
+    for parameter in model.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return model
+
+
+def gpt2(**options: Any) -> Any:
+    """A smaller one: dropouts in children, residual sums and norms in its blocks, a last sum read outside."""
+    return build("gpt2", **{"n_embd": 16, "n_head": 2} | options)
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
 
 
 class StackLayer(nn.Module):
@@ -250,8 +343,8 @@ def n_links(model: nn.Module) -> int:
     return sum(site.link is not None for (owner, _), site in links._sites.items() if owner in ids)
 
 
-def tiny_mixture(model_type: str, **sizes: Any) -> Any:
-    """A configuration of transformers, of a mixture of experts."""
+def tiny_mixture(model_type: str, implementation: str = "eager", **sizes: Any) -> Any:
+    """A mixture of experts of transformers."""
     import transformers
 
     common = {
@@ -260,7 +353,9 @@ def tiny_mixture(model_type: str, **sizes: Any) -> Any:
         "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
     }  # fmt: skip
     default = transformers.CONFIG_MAPPING[model_type]().to_dict()
-    return transformers.CONFIG_MAPPING[model_type](**{k: v for k, v in common.items() if k in default} | sizes)
+    config = transformers.CONFIG_MAPPING[model_type](**{k: v for k, v in common.items() if k in default} | sizes)
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config, experts_implementation=implementation).train()
 
 
 # Layers that read one tensor, as BERT's do, and a step through them with and without a shared gradient.
@@ -336,6 +431,25 @@ class BackwardInBackward(torch.autograd.Function):
         if ctx.losses:
             ctx.losses.pop().backward(retain_graph=True)
         return grads[0], None
+
+
+class NormBlock(nn.Module):
+    """What a block may do with y = norm(x): see its subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.drop, self.kept = nn.Dropout(0.0), None
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Direct(NormBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 def step(model: nn.Module, x: Tensor) -> Outcome:

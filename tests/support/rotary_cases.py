@@ -18,6 +18,17 @@ def turned(x: Tensor, interleaved: bool) -> Tensor:
     return x[..., (column + n // 2) % n] * torch.where(column < n // 2, -1.0, 1.0).to(x.dtype)
 
 
+def halves(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def llama(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As transformers writes it."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + halves(q) * sin, k * cos + halves(k) * sin
+
+
 def unfused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """What one writes in PyTorch, in the dtype of q."""
     cos, sin = (table.to(q.dtype).unsqueeze(-3) for table in (cos, sin))

@@ -102,7 +102,7 @@ def assert_bitwise(actual: Tensor, expected: Tensor, *, allow_empty: bool = Fals
 def bits(tensor: Tensor) -> Tensor:
     """The bit pattern of every element, as integers on the CPU."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().cpu().contiguous().view(integer)
+    return tensor.detach().cpu().resolve_neg().contiguous().view(integer)
 
 
 def _tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -132,11 +132,16 @@ def assert_compiles_to_the_same(
         compare(ours, eager)
 
 
-def assert_compiles_once(function: Callable[..., Any], calls: Iterable[tuple[Tensor, ...]]) -> None:
-    """Compiled for sizes that vary, function is compiled for the first of the calls only, and gives each its bits."""
+def assert_compiles_once(
+    function: Callable[..., Any],
+    calls: Iterable[Sequence[Tensor]],
+    compare: Callable[[Tensor, Tensor], None] = assert_bitwise,
+) -> None:
+    """Compiled for sizes that vary, function is compiled for the first of the calls only, and gives what eager ones
+    do."""
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     for i, arguments in enumerate(calls):
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             outputs = _tuple(compiled(*arguments))
         for ours, eager in zip(outputs, _tuple(function(*arguments)), strict=True):
-            assert_bitwise(ours, eager)
+            compare(ours, eager)

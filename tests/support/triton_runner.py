@@ -84,6 +84,33 @@ def comparable(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tens
     return actual.double().nan_to_num(), expected.double().nan_to_num()
 
 
+def assert_close(
+    actual: torch.Tensor | None,
+    expected: torch.Tensor | None,
+    *,
+    terms: int = 1,
+    roundings: int = 1,
+    may_flush: bool = False,
+) -> None:
+    """Equal but for float32 arithmetic in another order, and a unit in the last place for each rounding.
+
+    terms: how many values were added up. may_flush: subnormal numbers may be 0.
+    """
+    assert (actual is None) == (expected is None)
+    if actual is None or expected is None:
+        return
+    a, e = comparable(actual, expected)
+    if a.numel() == 0:
+        return
+    # Relative to the largest terms; then the rounding of the result.
+    bound = 16 * terms * torch.finfo(torch.float32).eps * e.abs().max().clamp_min(1e-30)
+    if actual.dtype != torch.float32:
+        info = torch.finfo(actual.dtype)
+        bound = bound + roundings * info.eps * e.abs() + (info.smallest_normal if may_flush else 0.0)
+    excess = ((a - e).abs() - bound).max().item()
+    assert excess <= 0, f"off by {excess:.3g} more than the bound"
+
+
 def expanded(n_rows: int, n_cols: int) -> torch.Tensor:
     """Random float32, as the two below: rows that are one row."""
     return torch.randn(n_cols, device=DEVICE).expand(n_rows, n_cols)

@@ -135,7 +135,6 @@ def candidates(model: Any) -> Iterator[Inputs]:
     yield merged
     if "pixel_values" in merged and len(merged) > 1:
         yield {name: x for name, x in merged.items() if name != "pixel_values"}
-        yield {"pixel_values": merged["pixel_values"]}
     if "input_values" in merged:
         for shape in ((2, 1, 2000), (2, 1024, 128), (2, 80, 16)):
             yield merged | {"input_values": _randn(*shape)}
@@ -149,16 +148,10 @@ def candidates(model: Any) -> Iterator[Inputs]:
     yield always | required
     config = model.config
     width = _first(config, "hidden_size", "d_model", "embed_dim", "dim", "n_embd", default=32)
-    if "encoder_hidden_states" in parameters and "encoder_hidden_states" not in merged:
-        cross = _first(config, "encoder_hidden_size", "cross_attention_hidden_size", default=width)
-        for n in (cross, width):
-            yield merged | {"encoder_hidden_states": _randn(2, N_TOKENS, n)}
     if "inputs_embeds" in parameters:
         yield always | {"inputs_embeds": _randn(2, N_TOKENS, width)}
     if "hidden_states" in required:  # some take an image by this name
         yield merged | {"hidden_states": _randn(2, *_image(config))}
-    if "hidden_states" in parameters:
-        yield {"hidden_states": _randn(2, N_TOKENS, width)}
     if "pixel_values" in parameters:
         channels, height, image_width = _image(config)
         for size in ((height, image_width), (64, 64), (224, 224)):
@@ -169,8 +162,6 @@ def candidates(model: Any) -> Iterator[Inputs]:
     yield from _videos(model, merged)
     images = {name: x for name, x in _by_name(config).items() if name in parameters and name in _OF_IMAGES}
     if images:
-        yield merged | images
-        yield images
         yield {name: x[:1] for name, x in images.items()}
 
 
@@ -185,7 +176,6 @@ def _videos(model: Any, merged: Inputs) -> Iterator[Inputs]:
             if "image_attention_mask" in parameters:
                 images["image_attention_mask"] = torch.ones(2, N_TOKENS, n).long()
             yield {key: x for key, x in merged.items() if not key.startswith("pixel_values")} | images
-            yield images
 
 
 def repaired(inputs: Inputs, error: Exception) -> Inputs | None:

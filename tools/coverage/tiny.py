@@ -26,8 +26,7 @@ MAX_PARAMETERS = 45_000_000
 
 _LAYER_KEYS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "layers", "depth", "num_blocks", "num_hidden_groups",
-    "encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "encoder_num_layers",
-    "decoder_num_layers", "vision_layers", "text_layers", "e_layers", "d_layers",
+    "encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "decoder_num_layers",
 )  # fmt: skip
 _POSITION_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions",
@@ -35,15 +34,13 @@ _POSITION_KEYS = (
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embed_dim", "embedding_size", "model_dim",
-         "projection_dim", "attention_hidden_size", "hidden_dim", "encoder_hidden_size", "decoder_hidden_size",
-         "word_embed_proj_dim", "cross_attention_hidden_size", "vision_embed_dim", "text_embed_dim", "output_dim",
-         "conv_dim_out", "d_embed", "decoder_hidden_dim", "encoder_hidden_dim", "projection_hidden_size",
-         "out_hidden_size", "shared_hidden_size", "vision_hidden_size", "conv_hidden_size"), HIDDEN),
+        ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embed_dim", "embedding_size", "projection_dim",
+         "attention_hidden_size", "hidden_dim", "encoder_hidden_size", "decoder_hidden_size", "word_embed_proj_dim",
+         "cross_attention_hidden_size", "output_dim", "decoder_hidden_dim", "encoder_hidden_dim",
+         "projection_hidden_size", "out_hidden_size", "vision_hidden_size"), HIDDEN),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "d_ff", "d_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size",
-         "moe_intermediate_size", "shared_expert_intermediate_size", "dim_feedforward", "intermediate_dim", "n_inner",
-         "block_ff_dim", "ffn_intermediate_size"), 48),
+         "moe_intermediate_size", "shared_expert_intermediate_size", "dim_feedforward", "n_inner"), 48),
     **dict.fromkeys(_LAYER_KEYS, LAYERS),
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
@@ -57,7 +54,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "qk_head_dim": 8,
     "index_topk": 4, "moe_num_experts": 4, "hidden_size_per_layer_input": 8, "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 2, "sliding_window": 8, "mask_time_length": 2, "mask_feature_length": 2,
-    "max_bbox_position": 16, "window_size": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_num_heads": 8,
+    "window_size": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_num_heads": 8,
     "mamba_head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "entity_vocab_size": 32, "upsample_groups": HIDDEN,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ..measure import (
-    BusyCpus,
+    Slowdown,
     Spread,
     cuda_peak_bytes,
     now,
@@ -68,8 +68,8 @@ class StepAnatomy(StepBytes):
     """By class of operator, from one profiled step: see time_by_operator_class."""
     gpu: dict[str, float] | None = None
     """Utilisation, power and memory during the timed steps, where NVML could be read: see gpu.Sampler."""
-    other_cpus: float | None = None
-    """CPUs that other processes kept busy during the timed steps of all variants: see measure.BusyCpus."""
+    cpu_slowdown: float | None = None
+    """Of the timed steps of all variants: see measure.Slowdown."""
 
 
 def timed_step(loss_fn: LossFn, optimizer: torch.optim.Optimizer, device: torch.device) -> StepTimes:
@@ -178,7 +178,7 @@ def measure_variants(
         with _training(model, True):
             for turn in range(warm_up):
                 take_turn(turn)
-            with BusyCpus() as busy:
+            with Slowdown() as slowdown:
                 for turn in range(warm_up, warm_up + steps):
                     for name, step in take_turn(turn):
                         times[name].append(step)
@@ -209,7 +209,7 @@ def measure_variants(
             batch=batch,
             optimizer_states=(states := optimizer_state_bytes(variants[name].optimizer)),
             peak=weights + buffers + states + batch + sizes[name]["peak_memory"],
-            other_cpus=busy.others,
+            cpu_slowdown=slowdown.factor,
             gpu=None if sampler is None else sampler.summary(name),
             **sizes[name],
         )

@@ -69,8 +69,8 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
 _HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM", "ImageClassification")
 # A name without an owner is asked of nobody: a misspelt preset should not wait for the network.
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-_MASKED_FRACTION = 0.15
-_IGNORED_LABEL = -100
+MASKED_FRACTION = 0.15
+IGNORED_LABEL = -100
 
 
 def load_model(name: str, *, weights: bool = True) -> nn.Module:
@@ -144,6 +144,18 @@ def _head_of(config: Any) -> str:
     return available[0]
 
 
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """(channels, height, width) of the images that a model takes."""
+    size = config.image_size
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return config.num_channels, height, width
+
+
+def first_word_id(vocab_size: int) -> int:
+    """Ids below are left to padding, masks and the like."""
+    return min(1000, vocab_size // 2)
+
+
 def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: int = 0) -> dict[str, Tensor]:
     """Random input and labels for one step, on the model's device: token ids [batch_size, sequence_length], or images.
 
@@ -154,8 +166,7 @@ def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: in
     weight = next(model.parameters())
     generator = torch.Generator().manual_seed(seed)
     if hasattr(config, "image_size"):
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        pixels = torch.randn(batch_size, config.num_channels, *size, generator=generator)
+        pixels = torch.randn(batch_size, *image_shape(config), generator=generator)
         labels = torch.randint(config.num_labels, (batch_size,), generator=generator)
         return {"pixel_values": pixels.to(weight.device, weight.dtype), "labels": labels.to(weight.device)}
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -163,12 +174,11 @@ def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: in
         longest -= 2  # their position ids begin after the padding index
     if longest is not None and sequence_length > longest and not getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"--sequence-length must be at most {longest} for this model, got {sequence_length}")
-    ids = torch.randint(
-        min(1000, config.vocab_size // 2), config.vocab_size, (batch_size, sequence_length), generator=generator
-    )
+    first, shape = first_word_id(config.vocab_size), (batch_size, sequence_length)
+    ids = torch.randint(first, config.vocab_size, shape, generator=generator)
     labels = ids
     if type(model).__name__.endswith("ForMaskedLM"):
-        masked = torch.rand(ids.shape, generator=generator) < _MASKED_FRACTION
+        masked = torch.rand(ids.shape, generator=generator) < MASKED_FRACTION
         masked[:, 0] = True  # at least one position a row, so that the loss is a number
-        labels = torch.where(masked, ids, _IGNORED_LABEL)
+        labels = torch.where(masked, ids, IGNORED_LABEL)
     return {"input_ids": ids.to(weight.device), "labels": labels.to(weight.device)}

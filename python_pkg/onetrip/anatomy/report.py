@@ -10,7 +10,7 @@ from rich.console import Group
 from .. import html, terminal
 from ..environment import describe
 from ..html import Cell, Figure, Section, Table
-from ..measure import load_warning
+from ..measure import SLOWED
 from ..measure.traffic import OperatorTraffic, Traffic
 from .bytes import CLASSES, format_bytes
 from .gpus import BOUND_PARTS
@@ -207,11 +207,12 @@ def _times(measured: Mapping[str, Any], steps: int) -> list[str | Table]:
         for way, step in measured.items()
     ]
     titles = ("", "", *_QUANTILES, f"vs {next(iter(measured))}")
-    warning = load_warning(base["other_cpus"])
+    slowdown = base.get("cpu_slowdown") or 1.0
+    warning = f"Other processes slowed the timed steps {slowdown:.1f}x: distrust times, less so ratios."
     losses = ", ".join(f"{way} {step['loss']:.6f}" for way, step in measured.items())
     return [
         Table(f"Time of {steps} steps", titles, rows, grouped=True),
-        *([warning] if warning else []),
+        *([warning] if slowdown > SLOWED else []),
         f"Loss with dropout off, same weights: {losses}.",
     ]
 

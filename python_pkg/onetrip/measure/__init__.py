@@ -6,13 +6,13 @@ Nothing here knows onetrip's operators.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-_CPUS_WORTH_A_WARNING = 0.25  # an idle desktop's own services stay below it
-_IDLE_FIELDS = (3, 4)  # idle and iowait, of the first line of /proc/stat (proc(5))
-_COUNTED_FIELDS = 8  # user to steal; guest time, which follows, is part of user
+SLOWED = 1.1
+"""Slowdown by other processes: above it a time is doubtful."""
 
 
 class Saved:
@@ -213,46 +212,34 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), fifths[0], fifths[3])
 
 
-class BusyCpus:
-    """Counts the CPUs that other processes kept busy during a with block.
+class Slowdown:
+    """How much slower a with block was because its threads waited for a CPU that other processes held.
 
-    others: their mean number, 0.0 to the number of CPUs; None where the system has no /proc/stat. The machine's busy
-    time minus that of this process and of its children that have ended. The counters advance every 10 ms: use blocks
-    of a second and more.
+    factor: 1.0 on a quiet machine; None where the system does not tell. A thread that waits keeps all others waiting,
+    so the waiting times of the threads add up.
     """
 
-    others: float | None = None
+    factor: float | None = None
 
-    def __enter__(self) -> BusyCpus:
-        self._start = _cpu_seconds()
+    def __enter__(self) -> Slowdown:
+        self._before = _scheduled()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        end = _cpu_seconds()
-        if self._start is None or end is None:
-            return
-        wall, machine, own = (after - before for after, before in zip(end, self._start, strict=True))
-        self.others = max(0.0, machine - own) / wall if wall > 0.0 else 0.0
+        spent = [
+            (ran - self._before.get(thread, (0, 0))[0], waited - self._before.get(thread, (0, 0))[1])
+            for thread, (ran, waited) in _scheduled().items()
+        ]
+        longest = max((ran for ran, _ in spent), default=0)
+        self.factor = 1.0 + sum(waited for _, waited in spent) / longest if longest > 0 else None
 
 
-def load_warning(others: float | None) -> str:
-    """One sentence for a table of times where other processes were busy (BusyCpus.others); else ""."""
-    if others is None or others < _CPUS_WORTH_A_WARNING:
-        return ""
-    return (
-        f"Load: other processes kept {others:.1f} of {os.cpu_count()} CPUs busy during the timed steps; "
-        "these times are too long and vary more."
-    )
-
-
-def _cpu_seconds() -> tuple[float, float, float] | None:
-    """(Wall clock, busy time of all CPUs, CPU time of this process and its ended children), in seconds."""
-    try:
-        with open("/proc/stat") as file:
-            ticks = [int(field) for field in file.readline().split()[1 : 1 + _COUNTED_FIELDS]]
-    except OSError:
-        return None
-    busy = sum(ticks) - sum(ticks[field] for field in _IDLE_FIELDS)
-    times = os.times()
-    own = times.user + times.system + times.children_user + times.children_system
-    return time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), own
+def _scheduled() -> dict[str, tuple[int, int]]:
+    """Thread of this process -> nanoseconds that it ran, and that it waited for a CPU. Empty where the kernel does not
+    tell (Documentation/scheduler/sched-stats.rst)."""
+    found = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # a thread that has ended
+            ran, waited, _ = path.read_text().split()
+            found[path.parent.name] = int(ran), int(waited)
+    return found

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..anatomy import PRESETS
+from ..anatomy.models import IGNORED_LABEL, MASKED_FRACTION, PRESETS, first_word_id, image_shape
 from .catalog import Recipe
 
 Sample = dict[str, Any]
 Batch = dict[str, Tensor]
 
-MASKED_FRACTION = 0.15
-IGNORED_LABEL = -100
 _SAMPLE_SEED_STRIDE = 1_000_003  # seeds of two runs share no samples' seeds until a million samples
 _HELD_OUT_IMAGES_START = 1 << 30
 
@@ -41,11 +39,6 @@ def prose() -> list[str]:
             if re.match(r"[A-Z]", block) and re.search(r"[.:!?]$", text) and len(text.split()) >= 8:
                 paragraphs.append(text)
     return list(dict.fromkeys(paragraphs))
-
-
-def first_word_id(vocab_size: int) -> int:
-    """Ids below are left to padding, masks and the like."""
-    return min(1000, vocab_size // 2)
 
 
 def hashed_ids(text: str, vocab_size: int) -> Tensor:
@@ -104,8 +97,7 @@ class Images(Dataset[Sample]):
     """Noise with a colour of its label's, as bytes [channels, height, width]."""
 
     def __init__(self, config: Any, seed: int, start: int = 0) -> None:
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        self.shape = (config.num_channels, *size)
+        self.shape = image_shape(config)
         self.n_labels: int = config.num_labels
         self.seed, self.start = seed, start
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import patch_model
+from ..anatomy.models import IGNORED_LABEL
 from ..measure import now, optimizer_state_bytes, peak_bytes, saved_bytes, storage_bytes
 from ..optim import enable_gradient_release
 from ..patching import PATTERNS
 from .catalog import Recipe
-from .data import IGNORED_LABEL, Batch, Data
+from .data import Batch, Data
 from .optimizers import OPTIMIZERS
 
 

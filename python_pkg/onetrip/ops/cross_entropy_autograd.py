@@ -16,8 +16,8 @@ from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from . import cross_entropy_linear as linear
 from . import cross_entropy_native
 from .common.backends import KERNEL_DTYPES, choose
-from .common.native import direct_apply, made_like, rows
-from .common.operators import filled, register, register_backward, register_gradients, unfilled
+from .common.native import direct_apply, in_memory, made_like, rows
+from .common.operators import filled, register, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward, watched_as
 from .cross_entropy_linear import Linear, Wants
 
@@ -74,7 +74,8 @@ def backward(
     functions = linear.row_functions(backend)
     if stats.dim() == 1 and backend != "cpu":  # of cross_entropy_native.total
         stats = stats[: 2 * logits.shape[0]].view(-1, 2)
-    dlogits: Tensor = functions.backward(rows_of(logits), labels, stats, weights.contiguous(), plan)
+    saved = labels.contiguous(), stats.contiguous()  # whatever hooks made of them
+    dlogits: Tensor = functions.backward(rows_of(logits), *saved, weights.contiguous(), plan)
     return dlogits
 
 
@@ -166,6 +167,7 @@ class LinearByRow(torch.autograd.Function):
         if not have_storage(dloss, dentropy):
             raise RuntimeError("onetrip: gradients of linear cross-entropy by row cannot be batched")
         dloss = dloss * ctx.sign
+        dentropy = None if dentropy is None else in_memory(dentropy)
         call = Linear.of(*ctx.saved_tensors, *ctx.others)
         return *linear.by_row_backward(call, dloss, dentropy, ctx.needs_input_grad[:3]), None
 
@@ -311,7 +313,7 @@ register(
     f"cross_entropy(Tensor logits, Tensor labels, {_PLAN}) -> (Tensor loss, Tensor stats)", _forward, _forward_fake
 )
 register_gradients("cross_entropy", _save, _autograd)
-register_backward(
+register(
     f"cross_entropy_backward(Tensor logits, Tensor labels, Tensor stats, Tensor dloss, {_PLAN}) -> Tensor dlogits",
     _backward,
     _backward_fake,
@@ -330,7 +332,7 @@ register(
     _linear_rows_fake,
 )
 register_gradients("linear_cross_entropy_rows", _save_rows, _autograd_rows)
-register_backward(
+register(
     f"linear_cross_entropy_rows_backward({_LINEAR}, Tensor dloss, Tensor? dentropy, int chunk_rows, bool[3] wants, "
     f"{_PLAN}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
     _linear_rows_backward,

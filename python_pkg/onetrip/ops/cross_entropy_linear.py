@@ -162,8 +162,10 @@ class Linear(NamedTuple):
     """Of the gradients of weight and bias: see dtypes_of; None for hidden's."""
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Linear:
-        """weight and bias may be of other dtypes than hidden, as autocast leaves them, and so are their gradients."""
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Linear:
+        """weight and bias may be of other dtypes than hidden, as autocast leaves them, and so are their gradients.
+        labels: of any stride, whatever hooks on saved tensors made of them."""
+        others = labels.contiguous(), *others
         if weight.dtype == hidden.dtype and (bias is None or bias.dtype == hidden.dtype):
             return cls(hidden, weight, bias, *others)
         cast = None if bias is None else bias.to(hidden.dtype)

@@ -16,7 +16,7 @@ from ..reference.philox import Rng
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, made_like, matrix, vector
-from .common.operators import filled, register, register_backward, register_gradients, unfilled
+from .common.operators import filled, register, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward
 
 
@@ -239,7 +239,7 @@ _PLAN_SCHEMA = (
 )
 register(f"glu(Tensor gate, Tensor? up, Tensor? bias, Tensor? rng, {_PLAN_SCHEMA}) -> Tensor", _forward, _forward_fake)
 register_gradients("glu", _setup_context, _autograd_backward)
-register_backward(
+register(
     f"glu_backward(Tensor dy, Tensor gate, Tensor? up, Tensor? bias, Tensor? rng, bool[3] wants, {_PLAN_SCHEMA}) "
     "-> (Tensor dgate, Tensor dup, Tensor dbias)",
     _backward,

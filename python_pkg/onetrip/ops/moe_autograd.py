@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import direct_apply, in_memory, made_like, matrix
-from .common.operators import filled, register, register_backward, register_gradients, unfilled
+from .common.operators import filled, register, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward
 
 
@@ -171,7 +171,7 @@ def _autograd_dispatch(ctx: Any, drows: Tensor) -> tuple[Any, ...]:
 
 
 register("moe_combine(Tensor y, Tensor places, Tensor? weights, ScalarType dtype) -> Tensor", _combine, _combine_fake)
-register_backward(
+register(
     "moe_combine_backward(Tensor dout, Tensor y, Tensor places, Tensor weights, bool wants_y, bool wants_weights) -> "
     "(Tensor dy, Tensor dweights)",
     _combine_backward,

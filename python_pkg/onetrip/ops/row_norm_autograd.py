@@ -38,7 +38,7 @@ from ..reference.row_norm import (
 from . import row_norm_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, matrix, reshaped, vector
-from .common.operators import filled, register, register_backward, register_gradients, unfilled
+from .common.operators import filled, register, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
 
@@ -392,7 +392,7 @@ register(
     _forward_fake,
 )
 register_gradients("row_norm", _setup_context, _autograd_backward)
-register_backward(
+register(
     "row_norm_backward(Tensor? dy, Tensor? dz, Tensor? z, Tensor? mean, Tensor? rstd, Tensor? weight, Tensor? rng, "
     "ScalarType? x_dtype, ScalarType? residual_dtype, ScalarType? bias_dtype, ScalarType? weight_dtype, "
     f"ScalarType? norm_bias_dtype, {_PLAN_SCHEMA}) "

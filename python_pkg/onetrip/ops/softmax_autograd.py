@@ -19,7 +19,7 @@ from . import softmax_native
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
 from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, in_memory, reshaped, rows
-from .common.operators import filled, register, register_backward, register_gradients
+from .common.operators import filled, register, register_gradients
 from .common.tracing import have_storage, refuse_double_backward
 
 
@@ -241,7 +241,7 @@ register(
     _forward_fake,
 )
 register_gradients("softmax", _setup_context, _autograd_backward)
-register_backward(
+register(
     f"softmax_backward(Tensor dy, Tensor p, SymInt[]? mask_shape, bool wants_dscores, {_PLAN_SCHEMA}) "
     "-> (Tensor dscores, Tensor dmask)",
     _backward,

@@ -43,6 +43,12 @@ def forget_with(owner: nn.Module, table: dict[Any, Any], key: Any) -> None:
     weakref.finalize(owner, table.pop, key, None).atexit = False
 
 
+def forgetting(x: Tensor, table: dict[int, Any]) -> weakref.ref[Tensor]:
+    """A reference to x that removes id(x) from a table when x is gone."""
+    key = id(x)
+    return weakref.ref(x, lambda _: table.pop(key, None))
+
+
 def counter_of(module: nn.Module) -> list[int]:
     """The module's counter, created at first use and deleted with the module."""
     counter = _counters.get(id(module))
@@ -101,6 +107,11 @@ def is_plain(module: nn.Module, expected: type) -> bool:
         and not _global_backward_hooks
         and not _global_backward_pre_hooks
     )
+
+
+def is_plain_dropout(dropout: Any) -> bool:
+    """Whether calling it is functional.dropout with its p, in training."""
+    return is_plain(dropout, nn.Dropout) and not dropout.inplace
 
 
 def is_followed() -> bool:
@@ -215,7 +226,7 @@ class Branch(NamedTuple):
 
 def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
     """x + bias with the module's dropout still to be done; done already where it is not a plain nn.Dropout."""
-    if is_plain(dropout, nn.Dropout) and not dropout.inplace:
+    if is_plain_dropout(dropout):
         return Branch(x, bias, dropout.p if dropout.training else 0.0)
     return Branch(dropout(x if bias is None else x + bias), None, 0.0)
 

@@ -45,52 +45,49 @@ GLOBAL_NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A forward that replaces another."""
+    """The methods that replace those of a class."""
 
     pattern: str
     """A name of patch_model's patterns."""
-    source: str
-    """`def forward(self, ...)`, with the parameter names of the original."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """(name, source) of methods: the original's, modified. Names in a source are globals of the original's module, or
+    constants."""
+    around: str = ""
+    """`def forward(self, ...)`, which may call the forward, that in sources or else the original, as `original`; empty
+    for none."""
     constants: tuple[tuple[str, Any], ...] = ()
-    """Names in the source with their (hashable) values: mostly the types that children must have."""
+    """Names in the sources with their (hashable) values: mostly the types that children must have."""
     absorbed: tuple[str, ...] = ()
-    """Children whose parameters the source reads instead of calling them."""
-    method: str = "forward"
-    """The method that the source replaces."""
-    in_module: bool = False
-    """Whether the source is the original's, modified: its names are globals of the original's module, or constants."""
-    others: tuple[tuple[str, str], ...] = ()
-    """(name, source) of methods that are replaced too, in_module."""
-    around: Rewrite | None = None
-    """A rewrite whose original is this forward."""
+    """Children whose parameters the sources read instead of calling them."""
     functions: tuple[tuple[Any, str], ...] = ()
     """(function, source) of functions that the forward calls rewritten."""
 
-    def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        """The forward as a function. replaced: other values for names in the source; verification pins the rng."""
+    @property
+    def forward(self) -> str:
+        """The source of the forward; empty where it is the original's."""
+        return dict(self.sources).get("forward", "")
+
+    @property
+    def replaced(self) -> dict[str, str]:
+        """Name of a method -> source of what replaces it; of a forward, what is around another one only where that is
+        the original's."""
+        return ({"forward": self.around} if self.around else {}) | dict(self.sources)
+
+    def methods(self, original: Any, replaced: Mapping[str, Any] | None = None) -> dict[str, Callable[..., Any]]:
+        """The methods of the patched class, by name. replaced: other values for constants; verification has some."""
         names = {**dict(self.constants), **(replaced or {})}
-        if self.in_module:
-            forward = self._defined(original, self.method, self.source, names)
-        else:
-            forward = self._calling(original.forward, names)
-        return forward if self.around is None else self.around._calling(forward, dict(self.around.constants))
-
-    def _calling(self, original: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
-        """The forward as a function that may call the original."""
-        forward = define(
-            original, self.source, {**GLOBAL_NAMES, "original": original, **names}, "forward", self.pattern
-        )
-        forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Trainer reads it
-        return forward
-
-    def methods(self, original: Any) -> dict[str, Callable[..., Any]]:
-        """All methods of the patched class, by name."""
-        others = {name: self._defined(original, name, source, dict(self.constants)) for name, source in self.others}
-        return {self.method: self.compile(original)} | others
-
-    def _defined(self, original: Any, method: str, source: str, names: Mapping[str, Any]) -> Callable[..., Any]:
-        function = define(method_of(original, method), source, names, "forward", self.pattern)
-        return rewrapped(plain_forward(original), function) if method == "forward" else function
+        made = {
+            name: define(method_of(original, name), source, names, "forward", self.pattern)
+            for name, source in self.sources
+        }
+        if "forward" in made:
+            made["forward"] = rewrapped(plain_forward(original), made["forward"])
+        if self.around:
+            inner = made.get("forward", original.forward)
+            names = {**GLOBAL_NAMES, "original": inner, **names}
+            made["forward"] = forward = define(inner, self.around, names, "forward", self.pattern)
+            forward.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]  # Trainer reads it
+        return made
 
 
 def method_of(cls: Any, name: str) -> Any:
@@ -259,9 +256,7 @@ def forward_diff(patched: type) -> str:
     comments."""
     original, rewrite = calls.original_class(patched), patched.__dict__["_onetrip_rewrite"]
     lines: list[str] = []
-    methods = (
-        (method_of(original, name), after) for name, after in ((rewrite.method, rewrite.source), *rewrite.others)
-    )
+    methods = ((method_of(original, name), after) for name, after in rewrite.replaced.items())
     for function, after in (*methods, *rewrite.functions):
         tree = parse(function)
         before = "" if isinstance(tree, Unsuitable) else ast.unparse(bare(tree))

@@ -6,90 +6,48 @@ Decided once per module, by structure and behaviour. The answer is a site, which
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.common.backends import KERNEL_DTYPES
-from . import dropouts, experts, linear_loss, rotary, watched_logits
+from . import dropouts, experts, linear_loss, watched_logits
 from .activations import (
     Activation,
     Activations,
     FoundActivation,
     choose_activations,
-    read_activations,
     recognise_activation,
 )
 from .activations.methods import read_methods
-from .attention import Attention, Interface, OneMask, SoftmaxRegions, eager, heads, one_mask, read_attention
+from .attention import Attention, Interface, SoftmaxRegions, eager, one_mask, read_attention
+from .attention.heads import Heads
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import Dropout, FunctionalDropouts
 from .experts import Experts, GroupedExperts, read_experts
 from .forward import Forward, read_forward
-from .linear import cast_input, lora, packed_slices, scaled_logits, shared_input, tied_embedding
+from .linear import tied_embedding
+from .linear.cast_input import CastInputs
+from .linear.lora import Adapters
+from .linear.packed_slices import PackedSlices
+from .linear.scaled_logits import ScaledLogits
+from .linear.shared_input import SharedInputs
 from .linear_loss import VocabularyLoss, labels_position, output_layer
 from .norms import KERNEL_DEVICES, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
 from .residual import ResidualSums, choose_sums, read_sums
-from .rotary import Rotations, read_rotations
+from .rewriting import InForward
+from .rotary import Rotations
 
-_Minor = (
-    OneMask
-    | heads.Heads
-    | packed_slices.PackedSlices
-    | shared_input.SharedInputs
-    | cast_input.CastInputs
-    | scaled_logits.ScaledLogits
-    | FunctionalDropouts
+_IN_ORDER: tuple[type[InForward], ...] = (
+    *(Heads, Rotations, Activations, ResidualSums),
+    *(PackedSlices, SharedInputs, CastInputs, ScaledLogits, Adapters, FunctionalDropouts),
 )
-"""Ways to read a tensor, and dropouts: a site is named after them where there is nothing else."""
-InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | lora.Adapters | _Minor
-
-
-class _Pattern(NamedTuple):
-    """A pattern that reads a forward once, and chooses of what it found for each instance."""
-
-    name: str
-    read: Callable[[Forward], Any]
-    choose: Callable[[nn.Module, Any, Container[int]], Any]
-    """Given the module, what was found, and the excluded ones."""
-    site: Callable[[Forward, Any], InForward]
-    """Given the forward and what was chosen."""
-    in_wrapper: bool = False
-    """Whether a forward is also read inside of a wrapper that may change its results, as those of whole models do."""
-
-
-_HEADS = _Pattern(heads.PATTERN, heads.read_heads, heads.choose_heads, heads.Heads)
-_AFTER_SUMS = (
-    _Pattern(
-        packed_slices.PATTERN,
-        packed_slices.read_packed_slices,
-        packed_slices.choose_packed_slices,
-        packed_slices.PackedSlices,
-    ),
-    _Pattern(
-        shared_input.PATTERN,
-        shared_input.read_shared_inputs,
-        shared_input.choose_shared_inputs,
-        shared_input.SharedInputs,
-    ),
-    _Pattern(cast_input.PATTERN, cast_input.read_casts, cast_input.choose_casts, cast_input.CastInputs),
-    _Pattern(
-        scaled_logits.PATTERN,
-        scaled_logits.read_scaled_logits,
-        scaled_logits.choose_scaled_logits,
-        scaled_logits.ScaledLogits,
-        in_wrapper=True,
-    ),
-    _Pattern(lora.PATTERN, lora.read_adapters, lora.choose_adapters, lora.Adapters),
-    _Pattern(dropouts.PATTERN, dropouts.read_dropouts, dropouts.choose_dropouts, FunctionalDropouts, in_wrapper=True),
-)
-"""In the order in which they are fused."""
+"""What is fused in a forward, each with those before it fused; after attention."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +61,8 @@ class Together:
         """The site that gives its name to the whole: attention, else the last one in the forward that is not
         minor, else shared inputs."""
         of_attention = [part for part in self.parts if isinstance(part, (Attention, SoftmaxRegions))]
-        shared = [part for part in self.parts if isinstance(part, shared_input.SharedInputs)]
-        others = [part for part in self.parts if not isinstance(part, _Minor)]
+        shared = [part for part in self.parts if isinstance(part, SharedInputs)]
+        others = [part for part in self.parts if not part.is_minor]
         in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
         return [*of_attention, *in_forward, *shared, self.parts[-1]][0]
 
@@ -127,18 +85,18 @@ class Together:
             tuple(dict.fromkeys(each for part in rewrites for each in getattr(part, name)))
             for name in ("constants", "absorbed")
         )
-        sources = {part.method: part.source for part in rewrites}  # of one method the last, with all before it fused
-        (method, source), *others = sources.items()
-        return Rewrite(self.pattern, source, constants, absorbed, method, True, tuple(others))
+        # Of one method the last, with all before it fused.
+        sources = {name: source for part in rewrites for name, source in part.sources}
+        return Rewrite(self.pattern, tuple(sources.items()), constants=constants, absorbed=absorbed)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless each computes the same as the original."""
         for part in self.parts:
-            part.verify(module, rewrite)
+            part.verify(module)
 
 
 Site = InForward | Together | Experts | NormSpec | Dropout | VocabularyLoss | tied_embedding.TiedEmbedding
-"""Each has a pattern, a detail, rewrite(cls) -> Rewrite and verify(module, rewrite)."""
+"""Each has a pattern, a detail, rewrite(cls) -> Rewrite and verify(module)."""
 
 
 class Classifier:
@@ -188,7 +146,7 @@ class Classifier:
 
     def rewrite(self, module: nn.Module, site: Site) -> Rewrite:
         """The rewrite of a site, one for all equal ones."""
-        rewrite: Rewrite = self._once(_rewrite, site, original_class(type(module)))
+        rewrite: Rewrite = self._once(type(site).rewrite, site, original_class(type(module)))
         return rewrite
 
     def _own(self, module: nn.Module) -> Site | Unsuitable | None:
@@ -227,31 +185,30 @@ class Classifier:
         parts: list[InForward] = []
         source, why, blocked = "", None, unsuitable(module)
         if isinstance(fused, (Attention, SoftmaxRegions)):
-            parts, rewrite = [fused], self.rewrite(module, fused)
-            source = rewrite.source
-            if rewrite.method != "forward":
+            parts, source = [fused], self.rewrite(module, fused).forward
+            if not source:
                 return parts, None
         elif isinstance(reading, Interface) and one_mask.PATTERN in self.wanted:
             mask = None if _replaced(module) or _in_float64(module) else reading.mask_site(module)
             if mask is not None:
-                parts, source = [mask], self.rewrite(module, mask).source
+                parts, source = [mask], self.rewrite(module, mask).forward
         n_attention = len(parts)
-        in_order: list[tuple[Callable[[nn.Module, Forward], InForward | Unsuitable | None], bool]] = []
-        if isinstance(reading, Interface) and reading.calls_library(module):
-            in_order.append((partial(self._found, _HEADS), False))
-        in_order += [(self._rotations, False), (self._activations, True), (self._sums, False)]
-        in_order += [(partial(self._found, pattern), pattern.in_wrapper) for pattern in _AFTER_SUMS]
-        for find, in_wrapper in in_order:
-            is_sums = find == self._sums
-            forward = self._once(_read, cls, source, in_wrapper)
-            part = find(module, forward) if isinstance(forward, Forward) else forward if is_sums else None
+        calls_library = isinstance(reading, Interface) and reading.calls_library(module)
+        for kind in _IN_ORDER:
+            if kind is Heads and not calls_library:
+                continue
+            forward = self._once(_read, cls, source, kind.in_wrapper)
+            if isinstance(forward, Forward):
+                part = self._part(kind, module, forward)
+            else:
+                part = forward if kind is ResidualSums else None
             if isinstance(part, Unsuitable):
                 why = part if part.reason != "unknown_forward" or _resembles_block(module) else None
             elif part is not None and blocked is not None:
-                why = blocked if is_sums else why
+                why = blocked if kind is ResidualSums else why
             elif part is not None:
                 parts.append(part)
-                source = self.rewrite(module, part).source
+                source = self.rewrite(module, part).forward
         if isinstance(fused, Unsuitable):
             return parts, fused
         return parts, why if reading is None or len(parts) > n_attention else None
@@ -266,15 +223,22 @@ class Classifier:
         )
         return site if isinstance(site, Unsuitable) else _replaced(module) or _in_float64(module) or site
 
-    def _rotations(self, module: nn.Module, forward: Forward) -> Rotations | None:
-        found: Rotations | None = self._once(read_rotations, forward) if rotary.PATTERN in self.wanted else None
-        return found
+    def _part(self, kind: type[InForward], module: nn.Module, forward: Forward) -> InForward | Unsuitable | None:
+        """What of one kind is fused in the forward, the others before it fused."""
+        if kind is Activations:
+            return self._activations(module, forward)
+        if kind is ResidualSums:
+            return self._sums(module, forward)
+        if self.wanted.isdisjoint(kind.patterns):
+            return None
+        chosen = kind.choose(module, self._once(kind.read, forward), self.excluded)
+        return kind(forward, chosen) if chosen else None
 
     def _activations(
         self, module: nn.Module, forward: Forward, found: list[FoundActivation] | None = None
     ) -> Activations | None:
         """found: what was read of a method that is not the forward."""
-        found = self._once(read_activations, forward) if found is None else found
+        found = self._once(Activations.read, forward) if found is None else found
         chosen = choose_activations(module, found, self._activation, self.excluded)
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
         return Activations(forward, wanted) if wanted else None
@@ -300,12 +264,6 @@ class Classifier:
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
         return ResidualSums(forward, wanted) if wanted else None
 
-    def _found(self, pattern: _Pattern, module: nn.Module, forward: Forward) -> InForward | None:
-        if pattern.name not in self.wanted:
-            return None
-        chosen = pattern.choose(module, self._once(pattern.read, forward), self.excluded)
-        return pattern.site(forward, chosen) if chosen else None
-
     def _leaf(self, module: nn.Module) -> NormSpec | Dropout | Unsuitable | None:
         if original_class(type(module)) is nn.Dropout:
             return self.dropout if module.p and not module.inplace and _replaced(module) is None else None
@@ -328,10 +286,6 @@ class Classifier:
         key = (original_class(type(module)), parameters, id(module) if found is None else found, device)
         spec: NormSpec | Unsuitable = self._once(_supported_norm, module, device, key=key)
         return spec
-
-
-def _rewrite(site: Site, cls: type) -> Rewrite:
-    return site.rewrite(cls)
 
 
 def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:

@@ -26,7 +26,7 @@ from . import calls
 from .classes import Rewrite, is_patched, method_of, rewrite_of
 from .forward import Forward
 from .residual.tails import Tail, returned_first
-from .rewriting import Rewriting
+from .rewriting import InForward, Rewriting
 from .source import calls_in
 from .verify import RNG, MaskedDropout, check_function, kind_of
 
@@ -48,9 +48,9 @@ class Dropout:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward as one operator call where the mask would be in memory."""
         source = "def forward(self, input):\n    return dropped(self, original, input)\n"
-        return Rewrite(PATTERN, source, (("dropped", _dropped),))
+        return Rewrite(PATTERN, around=source, constants=(("dropped", _dropped),))
 
-    def verify(self, module: Any, rewrite: Rewrite) -> None:
+    def verify(self, module: Any) -> None:
         """Raise VerificationError unless the operator computes what the module does with the same mask."""
         _verify(module.p, self.device)
 
@@ -65,30 +65,6 @@ class _Found(NamedTuple):
     """Of p in the module; empty where it is no attribute."""
 
 
-@dataclass(frozen=True)
-class FunctionalDropouts:
-    """A module whose forward calls functional.dropout, as a site."""
-
-    forward: Forward
-    chosen: tuple[_Found, ...]
-    pattern = PATTERN
-    detail = ""
-
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with the operator in place of its calls."""
-        rewriting = Rewriting(self.forward)
-        for call, operands, _ in self.chosen:
-            copied = rewriting.copy_of(call)
-            copied.args = [ast.Name(rewriting.own), *map(rewriting.copy_of, operands)]
-            copied.func, copied.keywords = ast.Name("function_dropped_"), []
-        rewriting.constants["function_dropped_"] = _functional
-        return rewriting.rewrite(PATTERN)
-
-    def verify(self, module: Any, rewrite: Rewrite) -> None:
-        """Raise VerificationError unless the operator computes what the function does with the same mask."""
-        _verify(0.25, kind_of(module)[0])
-
-
 def read_dropouts(forward: Forward) -> list[_Found]:
     """Those of a forward, but for that of a value that it returns alone or first: the caller's sum may draw it."""
     left = set()
@@ -99,14 +75,27 @@ def read_dropouts(forward: Forward) -> list[_Found]:
     return [_Found(call, found, forward.child(found[1])) for call, found in dropped if found is not None]
 
 
-def choose_dropouts(module: Any, found: list[_Found], excluded: Container[int]) -> tuple[_Found, ...]:
-    """Those whose p is not the 0 of a model without dropout."""
-    return tuple(each for each in found if not _is_zero(module, each.path))
+class FunctionalDropouts(InForward):
+    """A module whose forward calls functional.dropout, as a site."""
 
+    patterns, is_minor, in_wrapper = (PATTERN,), True, True
+    read = staticmethod(read_dropouts)
 
-def _is_zero(module: Any, path: str) -> bool:
-    value = reduce(lambda owner, name: inspect.getattr_static(owner, name, None), path.split("."), module)
-    return type(value) in (int, float) and value == 0
+    @staticmethod
+    def is_of(module: Any, each: _Found, excluded: Container[int]) -> bool:
+        """Whether its p is not the 0 of a model without dropout."""
+        p: Any = reduce(lambda owner, name: inspect.getattr_static(owner, name, None), each.path.split("."), module)
+        return type(p) not in (int, float) or p != 0
+
+    def put(self, rewriting: Rewriting) -> None:
+        """The operator in place of the calls."""
+        rewriting.constants["function_dropped_"] = _functional
+        for call, operands, _ in self.chosen:
+            rewriting.put_other_call(call, "function_dropped_", *map(rewriting.copy_of, operands))
+
+    def verify(self, module: Any) -> None:
+        """Raise VerificationError unless the operator computes what the function does with the same mask."""
+        _verify(0.25, kind_of(module)[0])
 
 
 def _verify(p: float, device: torch.device) -> None:
@@ -180,7 +169,7 @@ def _source(cls: Any) -> str:
         if original is cls:
             return source
         rewrite: Rewrite = cls.__dict__["_onetrip_rewrite"]
-        for method, rewritten in ((rewrite.method, rewrite.source), *rewrite.others):
+        for method, rewritten in rewrite.replaced.items():
             source = source.replace(inspect.getsource(method_of(original, method)), "") + rewritten
         return source
     except (OSError, TypeError, ValueError):

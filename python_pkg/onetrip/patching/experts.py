@@ -110,7 +110,7 @@ def read_experts(cls: type) -> GroupedExperts | Unsuitable | None:
     found: dict[str, Any] = {}
     if tree is None or len(tree.body) != len(_WRAPPER):
         return None
-    if not all(_matches(text, each, found) for text, each in zip(_WRAPPER, tree.body, strict=True)):
+    if not all(matches(_statement(text), each, found) for text, each in zip(_WRAPPER, tree.body, strict=True)):
         return None
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
     name = getattr(found["INTERFACE"], "id", "")
@@ -148,7 +148,7 @@ def _source(forward: Forward) -> str | Unsuitable:
     for text in (*_BEFORE, _SORT, _SELECT, _SORT_WEIGHTS, *_TAIL):
         for position in range(start, len(tree.body)):
             tried = dict(found)
-            if _matches(text, tree.body[position], tried):
+            if matches(_statement(text), tree.body[position], tried):
                 found, at[text], start = tried, position, position + 1
                 break
         else:
@@ -190,16 +190,6 @@ def _statement(text: str) -> ast.stmt:
     return ast.parse(text).body[0]
 
 
-def _matches(text: str, statement: ast.stmt, found: dict[str, ast.expr]) -> bool:
-    """source.matches of statements: a name is the same one where it is bound and where it is read."""
-    pattern, statement = _statement(text), deep_copy(statement)
-    for tree in (pattern, statement):
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Name, ast.Subscript, ast.Tuple)):
-                node.ctx = ast.Load()
-    return matches(pattern, statement, found)
-
-
 def _is_bound(statement: ast.stmt, name: str) -> bool:
     return any(
         isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
@@ -229,21 +219,16 @@ class Experts:
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward that calls the rewritten function, around the class's own."""
+        inner: Rewrite = Rewrite(PATTERN) if self.other is None else self.other.rewrite(cls)
+        constants = (*inner.constants, ("experts_", self.experts))
         functions = ((self.experts.grouped.library, self.experts.grouped.source),)
-        outer = Rewrite(self.pattern, _FORWARD, (("experts_", self.experts),), functions=functions)
-        if self.other is None:
-            return outer
-        inner: Rewrite = self.other.rewrite(cls)
-        if inner.method == "forward":
-            return replace(inner, around=outer, functions=functions)
-        others = (inner.method, inner.source), *inner.others
-        return replace(outer, constants=(*outer.constants, *inner.constants), absorbed=inner.absorbed, others=others)
+        return replace(inner, around=_FORWARD, constants=constants, functions=functions)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a few small experts have the outputs and gradients that they have in the
         library's function."""
         if self.other is not None:
-            self.other.verify(module, rewrite)
+            self.other.verify(module)
         device, dtype = kind_of(module)
         index = torch.tensor([[0, 2], [2, 1], [0, 1], [2, 0], [1, 2]], device=device)
         inputs = {"hidden": (5, 8), "weights": (5, 2), "up": (3, 8, 8), "down": (3, 8, 8)}

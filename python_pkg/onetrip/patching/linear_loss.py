@@ -259,10 +259,8 @@ def _is_exact(constant: Tensor, dtype: torch.dtype) -> bool:
         return False
     known = _exact.get(id(constant))
     if known is None or known[0]() is not constant or known[1:3] != (constant._version, dtype):
-        key = id(constant)
-        reference = weakref.ref(constant, lambda _: _exact.pop(key, None))
         is_exact = torch.equal(constant.to(dtype).to(constant.dtype), constant)
-        known = _exact[key] = reference, constant._version, dtype, is_exact
+        known = _exact[id(constant)] = calls.forgetting(constant, _exact), constant._version, dtype, is_exact
     return known[3]
 
 
@@ -368,21 +366,18 @@ class VocabularyLoss:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward in which the logits are deferred or watched."""
         if self.labels_at is None:
-            return Rewrite(self.pattern, _HEAD, (("head_output_", head_output),))
+            return Rewrite(self.pattern, around=_HEAD, constants=(("head_output_", head_output),))
         names = (
             *(("computes_loss_", computes_loss), ("labels_at_", self.labels_at), ("computing_loss_", computing_loss)),
             *(("plain_outputs_", plain_outputs), ("keeps_logits_", self.pattern == CROSS_ENTROPY)),
         )
-        model = Rewrite(self.pattern, _MODEL, names)
-        rewrite = None if self.other is None else self.other.rewrite(cls)
-        if rewrite is None or rewrite.method != "forward":
-            return model
-        return replace(rewrite, pattern=self.pattern, around=model)
+        inner: Rewrite = Rewrite(self.pattern) if self.other is None else self.other.rewrite(cls)
+        return replace(inner, pattern=self.pattern, around=_MODEL, constants=(*inner.constants, *names))
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small layer's loss and gradients are those of its logits."""
-        if rewrite.around is not None:
-            self.other.verify(module, rewrite)
+        if self.other is not None:
+            self.other.verify(module)
         device, dtype = kind_of(module)
         labels = torch.tensor([0, 10, -100, 3, 3, -100, 5], device=device)
 

@@ -133,8 +133,7 @@ def _parameters(norm: nn.Module, spec: NormSpec) -> tuple[Tensor | None, Tensor 
 def _remember(site: _Site, z: Tensor) -> None:
     """Let the norm that receives z find the site."""
     site.tries += 1
-    key = id(z)
-    _recent[key] = (weakref.ref(z, lambda _: _recent.pop(key, None)), z._version, z.requires_grad, site)
+    _recent[id(z)] = (calls.forgetting(z, _recent), z._version, z.requires_grad, site)
 
 
 def _link(site: _Site, norm: nn.Module, spec: NormSpec) -> None:

@@ -250,7 +250,7 @@ class _Patcher:
         parameters = tuple((n, p.shape, p.dtype, p.device) for n, p in module.named_parameters())
         key = (type(module), rewrite, parameters)
         if key not in self.verdicts:
-            self.verdicts[key] = _verdict(module, rewrite, site)
+            self.verdicts[key] = _verdict(module, site)
         return self.verdicts[key]
 
 
@@ -258,11 +258,11 @@ def _skipped(name: str, module: nn.Module, why: Unsuitable) -> SkippedSite:
     return SkippedSite(name, type(module).__name__, why.reason, why.detail)
 
 
-def _verdict(module: nn.Module, rewrite: Rewrite, site: Site) -> str | None:
+def _verdict(module: nn.Module, site: Site) -> str | None:
     """Why the rewritten forward must not be kept; None if it computes the same as the original."""
     try:
         with undisturbed(kind_of(module)[0]):
-            site.verify(module, rewrite)
+            site.verify(module)
     except Exception as error:  # a forward that cannot be compared is not kept, whatever it raises
         return str(error) or type(error).__name__
     return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import permutations, product
 from typing import Any, Literal
 
@@ -24,11 +24,11 @@ from .. import ops
 from ..ops.common.backends import use_backend
 from .calls import is_like, original_class
 from .classes import Rewrite
-from .clones import is_same, own_copy, own_state
+from .clones import clone, is_same, own_copy, own_state
 from .half_results import half_result
 from .links import linked_result
 from .report import Unsuitable
-from .verify import undisturbed, verify_forward
+from .verify import check_autocast, check_function, drawn, kind_of, reject_fallback, undisturbed
 
 KERNEL_DEVICES = ("cpu", "cuda")
 ANY_WIDTH = 48
@@ -130,11 +130,22 @@ def forward(self, {", ".join((x, self.gate) if self.gate else (x,))}):
     count_fused(self)
     return {call}
 """
-        return Rewrite(self.pattern, source, tuple(constants.items()))
+        return Rewrite(self.pattern, around=source, constants=tuple(constants.items()))
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless the rewritten forward computes the same as the original."""
-        verify_forward(module, rewrite, n_cols_of(module), n_inputs=2 if self.gate else 1)
+        device, dtype = kind_of(module)
+        cls: Any = original_class(type(module))
+        n_cols, rewrite = n_cols_of(module), self.rewrite(cls)
+        fused = rewrite.methods(cls)["forward"]
+        never_original = rewrite.methods(cls, {"count_fallback": reject_fallback})["forward"]
+        names = ("input 0", "input 1") if self.gate else ("input 0",)
+        leading = [size for size in (2, 3, 4, 5, 6) if size != n_cols][:3]
+        shapes = {rank: dict.fromkeys(names, (*leading[: rank - 1], n_cols)) for rank in (4, 3)}
+        for rank, mode in ((4, " of rank 4"), (3, "")):
+            check_function(never_original, cls.forward, shapes[rank], device, dtype, mode, partial(clone, module))
+        fused, unfused = (partial(each, clone(module).eval()) for each in (fused, cls.forward))
+        check_autocast(fused, unfused, [x.to(device, dtype) for x in drawn(shapes[3]).values()])
 
 
 def _parameters(cls: Any) -> list[inspect.Parameter]:
@@ -269,14 +280,13 @@ class _Prober:
     ) -> Tensor:
         gates = self._gates(self.x if x is None else x, x_dtype)
         x = self._to(self.x if x is None else x, x_dtype)
-        names = {"module": self.module, "x": x, "finfo": torch.finfo, "float32": torch.float32}
         result: Tensor = ops.bias_dropout_residual_norm(
             x,
             None,
             None if spec.weight is None else self._to(self.values[spec.weight], weight_dtype),
             None if spec.bias is None else self._to(self.values[spec.bias], weight_dtype),
             norm=spec.kind,
-            eps=eval(spec.eps, names),
+            eps=spec.eps_value(self.module, x_dtype),
             weight_offset=spec.weight_offset,
             cast_before_weight=spec.cast_before_weight,
         )

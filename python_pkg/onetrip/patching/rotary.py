@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -27,9 +27,8 @@ from ..ops.common.backends import KERNEL_DTYPES, use_backend
 from . import calls
 from .attention.interface import interface_of, is_of_transformers
 from .attention.reads import caches_beside_products, nodes_after
-from .classes import Rewrite
 from .forward import Forward, Place, places
-from .rewriting import Rewriting
+from .rewriting import InForward, Rewriting
 from .source import Inliner, calls_in, is_pure, matches, resolve
 from .verify import check_function, kind_of, undisturbed
 
@@ -213,48 +212,9 @@ class FoundRotation(NamedTuple):
     rotation: Rotation
     called: Callable[..., Any]
     """The function of q, k, cos and sin, with the call's further arguments."""
-    caches: set[str] | None
+    caches: frozenset[str] | None
     """The caches that read the results beside attention; None where something else reads them."""
     part: Part | None
-
-
-@dataclass(frozen=True, eq=False)
-class Rotations:
-    """A forward that calls rotations, as a site."""
-
-    forward: Forward
-    found: tuple[FoundRotation, ...]
-    pattern = PATTERN
-    detail = ""
-
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with its rotations fused."""
-        rewriting = Rewriting(self.forward)
-        for index, (call, rotation, _, caches, part) in enumerate(self.found):
-            is_for_attention = caches is not None and len(caches) < 2
-            rotated = Rotated(rotation, is_for_attention, interface_of(self.forward))
-            rewriting.constants[f"rotated_{index}_"] = rotated
-            cache = next(iter(caches or ()), "None") if is_for_attention else "None"
-            if part is not None:
-                wholes: list[ast.expr] = [ast.Name(part.q), ast.Name(part.k)]
-                rewriting.copy_of(part.rotation).targets = [ast.Tuple(wholes)]
-                rewriting.copy_of(call).args[:2] = wholes
-                rewriting.remove(*part.around)
-            n_sliced = "None" if part is None else ast.unparse(part.n_sliced)
-            rewriting.put_call(call, f"rotated_{index}_", cache, n_sliced)
-        return rewriting.rewrite(PATTERN)
-
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
-        """Raise VerificationError unless each rotation, fused, computes what the function does."""
-        device, dtype = kind_of(module)
-        for _, rotation, called, *_ in self.found:
-            head_dims = [_N_COLUMNS, _N_COLUMNS + 4] if rotation.takes_part else [_N_COLUMNS]
-            for layout, table_dtype, head_dim in product(rotation.layouts, {dtype, torch.float32}, head_dims):
-                q, k, *tables = _inputs(layout, rotation.table, head_dim)
-                tables = [table.to(device, table_dtype) for table in tables]
-                fused = partial(_with_tables, partial(rotation.fused, layout), tables)
-                unfused, mode = partial(_with_tables, called, tables), f" of {rotation.function.__name__}"
-                check_function(fused, unfused, {"q": q, "k": k}, device, dtype, mode)
 
 
 def _with_tables(compute: Any, tables: list[Tensor], q: Tensor, k: Tensor) -> Any:
@@ -262,8 +222,8 @@ def _with_tables(compute: Any, tables: list[Tensor], q: Tensor, k: Tensor) -> An
     return compute(q, k, *(table.to(q.dtype) if q.dtype == torch.float64 else table for table in tables))
 
 
-def read_rotations(forward: Forward) -> Rotations | None:
-    """The rotations that a forward calls; None if there are none."""
+def read_rotations(forward: Forward) -> list[FoundRotation]:
+    """The rotations that a forward calls."""
     found = []
     for node in ast.walk(forward.tree):
         match node:
@@ -276,7 +236,7 @@ def read_rotations(forward: Forward) -> Rotations | None:
                     rotation = recognise_rotation(resolved, called)
                     if rotation is not None:
                         found.append(_found(forward, node, rotation, called))
-    return Rotations(forward, tuple(found)) if found else None
+    return found
 
 
 def _found(forward: Forward, call: ast.Call, rotation: Rotation, called: Callable[..., Any]) -> FoundRotation:
@@ -325,6 +285,44 @@ def _part(forward: Forward, place: Place) -> Part | None:
 
 def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:
     return function(*tensors, *more, **options)
+
+
+class Rotations(InForward):
+    """A forward that calls rotations, as a site."""
+
+    patterns = (PATTERN,)
+    read = staticmethod(read_rotations)
+
+    @staticmethod
+    def is_of(module: nn.Module, each: FoundRotation, excluded: Container[int]) -> bool:
+        return True
+
+    def put(self, rewriting: Rewriting) -> None:
+        """Rotated in place of the rotations."""
+        for index, (call, rotation, _, caches, part) in enumerate(self.chosen):
+            is_for_attention = caches is not None and len(caches) < 2
+            rotated = Rotated(rotation, is_for_attention, interface_of(self.forward))
+            rewriting.constants[f"rotated_{index}_"] = rotated
+            cache = next(iter(caches or ()), "None") if is_for_attention else "None"
+            if part is not None:
+                wholes: list[ast.expr] = [ast.Name(part.q), ast.Name(part.k)]
+                rewriting.copy_of(part.rotation).targets = [ast.Tuple(wholes)]
+                rewriting.copy_of(call).args[:2] = wholes
+                rewriting.remove(*part.around)
+            n_sliced = "None" if part is None else ast.unparse(part.n_sliced)
+            rewriting.put_call(call, f"rotated_{index}_", cache, n_sliced)
+
+    def verify(self, module: nn.Module) -> None:
+        """Raise VerificationError unless each rotation, fused, computes what the function does."""
+        device, dtype = kind_of(module)
+        for _, rotation, called, *_ in self.chosen:
+            head_dims = [_N_COLUMNS, _N_COLUMNS + 4] if rotation.takes_part else [_N_COLUMNS]
+            for layout, table_dtype, head_dim in product(rotation.layouts, {dtype, torch.float32}, head_dims):
+                q, k, *tables = _inputs(layout, rotation.table, head_dim)
+                tables = [table.to(device, table_dtype) for table in tables]
+                fused = partial(_with_tables, partial(rotation.fused, layout), tables)
+                unfused, mode = partial(_with_tables, called, tables), f" of {rotation.function.__name__}"
+                check_function(fused, unfused, {"q": q, "k": k}, device, dtype, mode)
 
 
 def recognise_rotation(function: Any, called: Callable[..., Any]) -> Rotation | None:

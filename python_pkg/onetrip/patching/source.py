@@ -270,8 +270,8 @@ class Inliner:
 
 
 def is_same(expression: Any, other: Any) -> bool:
-    """Whether two expressions are equal, wherever they stand in the source."""
-    return ast.dump(expression) == ast.dump(other)
+    """Whether two expressions are equal, wherever they stand in the source: a name read is the same as one bound."""
+    return ast.unparse(expression) == ast.unparse(other)
 
 
 def matches(pattern: Any, expression: Any, found: dict[str, ast.expr]) -> bool:

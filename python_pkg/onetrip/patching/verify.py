@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from .. import ops
 from ..ops.common.rng import dropout_scale
-from .calls import original_class
-from .classes import Rewrite
-from .clones import clone
 
 RNG = (20260101, 0)
 """(seed, offset) of verification with dropout."""
@@ -35,22 +31,6 @@ _Outcome = list[tuple[str, Tensor | None]]
 
 class VerificationError(Exception):
     """The rewritten forward and the original compute different results."""
-
-
-def verify_forward(module: nn.Module, rewrite: Rewrite, width: int, n_inputs: int = 1) -> None:
-    """Raise VerificationError unless the rewritten forward of a norm computes the same as the original.
-
-    width: the last dimension of the inputs, which have one shape.
-    """
-    device, dtype = kind_of(module)
-    cls = original_class(type(module))
-    leading = [size for size in (2, 3, 4, 5, 6) if size != width][:3]
-    shapes = {rank: {f"input {i}": (*leading[: rank - 1], width) for i in range(n_inputs)} for rank in (4, 3)}
-    rewritten = rewrite.compile(cls, {"count_fallback": reject_fallback})
-    for rank, mode in ((4, " of rank 4"), (3, "")):
-        check_function(rewritten, cls.forward, shapes[rank], device, dtype, mode, partial(clone, module))
-    original, fused = (partial(each, clone(module).eval()) for each in (cls.forward, rewrite.compile(cls)))
-    check_autocast(fused, original, [x.to(device, dtype) for x in drawn(shapes[3]).values()])
 
 
 def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from glu_cases import DTYPES, check, randn, short, with_gradients
 from onetrip import ops
+from onetrip.measure import saved_tensors
 from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
-from tolerances import assert_bitwise, assert_compiles_to_the_same, assert_ulps
+from tolerances import assert_bitwise, assert_ulps
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 F64 = torch.float64
 SHAPE = (3, 5, 70)
@@ -108,53 +108,10 @@ def test_shapes_and_strides(target, shape):
             assert_ulps(y, unfused(gate.double(), up.double(), **form))
 
 
-def test_gradcheck():
-    gate, up = (torch.randn(3, 4, dtype=F64, requires_grad=True) for _ in range(2))
-    packed = interleaved(gate, up).detach().requires_grad_()
-    for form in FORMS.values():
-        form = form | ({"limit": 0.7} if "limit" in form else {})
-        for dropped in ({}, {"dropout_p": 0.5, "rng": (3, 4)}):
-            torch.autograd.gradcheck(lambda g, u: ops.glu(g, u, **form, **dropped), (gate, up))  # noqa: B023
-            for layout in ({"interleaved": True}, {"gate_first": False}):
-                torch.autograd.gradcheck(lambda x: ops.glu_packed(x, **layout, **form, **dropped), packed)  # noqa: B023
-
-
-@pytest.mark.parametrize("plan", [(True, 0.0, True), (None, 0.5, False), (True, 0.5, True)], ids=str)
-def test_opcheck(plan):
-    gate_first, p, is_interleaved = plan
-    plan = ("silu", gate_first, p, is_interleaved, 1.5, 1.702, 1.0)
-    gate, up = torch.randn(4, 6), None if gate_first else torch.randn(4, 6)
-    rng = torch.tensor((3, 4)) if p else None
-    leaves = [None if tensor is None else tensor.clone().requires_grad_() for tensor in (gate, up)]
-    torch.library.opcheck(torch.ops.onetrip.glu.default, (*leaves, None, rng, *plan))
-    dy = torch.ones_like(torch.ops.onetrip.glu(gate, up, None, rng, *plan))
-    wants = [True, up is not None, False]
-    torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, gate, up, None, rng, wants, *plan))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_traced_and_transformed_calls():
-    gate, up = (randn(6, 10).requires_grad_() for _ in range(2))
-    form = FORMS["gpt-oss"]
-
-    def function(gate, up):
-        return ops.glu(gate, up, **form) + ops.glu_packed(interleaved(gate, up), interleaved=True, **form)
-
-    assert_compiles_to_the_same(function, [gate, up])
-    exact = torch.func.grad(lambda g: 2.0 * unfused(g, up.double(), **form).sum())(gate.double())
-    assert_ulps(torch.func.grad(lambda g: function(g, up).sum())(gate), exact, 4.0)
-    with FakeTensorMode() as mode:
-        x = mode.from_tensor(torch.randn(2, 4, 6)).requires_grad_()
-        y = ops.glu_packed(x, interleaved=True, **form)
-        assert y.shape == (2, 4, 3) and torch.autograd.grad(y.sum(), x)[0].shape == (2, 4, 6)
-
-
 def test_saves_its_inputs_only(target):
     x = randn(6, 10, device=target.device).requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ops.glu_packed(x, interleaved=True, limit=7.0)
-    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+    _, saved = saved_tensors(lambda: ops.glu_packed(x, interleaved=True, limit=7.0))
+    assert [each.tensor.data_ptr() for each in saved] == [x.data_ptr()]
 
 
 TENSOR = torch.zeros(4, 6)

@@ -9,9 +9,9 @@ import torch
 from onetrip import ops, patch_model, unpatch_model
 from onetrip.ops.common.rng import dropout_scale
 from onetrip.patching import dropouts
+from patching_cases import written
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 from transformers import BartConfig, BartModel, BertConfig, BertModel, GPT2Config, GPT2Model, T5Config, T5Model
 
@@ -54,18 +54,12 @@ class CallsTheFunction(nn.Module):
         return functional.dropout(h, p=self.p, training=self.training)
 
 
-class ReturnsAName(CallsTheFunction):
-    def forward(self, x: Tensor) -> Tensor:
-        h = functional.dropout(self.up(x), p=self.p, training=self.training)
-        h = self.down(torch.cos(functional.dropout(h, p=self.p, training=self.training)))
-        h = functional.dropout(h, p=self.p, training=self.training)
-        return h
-
-
-class Adds(CallsTheFunction):
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.cos(functional.dropout(self.up(x), p=self.p, training=self.training))
-        return x + functional.dropout(self.down(h), p=self.p, training=self.training)
+DROPPED_NAME = """
+    h = functional.dropout(self.up(x), p=self.p, training=self.training)
+    h = self.down(torch.cos(functional.dropout(h, p=self.p, training=self.training)))
+    h = functional.dropout(h, p=self.p, training=self.training)
+    return h"""
+ReturnsAName = written(CallsTheFunction, DROPPED_NAME, globals())
 
 
 class BesideASum(CallsTheFunction):
@@ -165,42 +159,27 @@ def test_beside_a_sum_that_draws_a_childs_dropout(make: Any, calls: Any) -> None
     torch.testing.assert_close(model(x), y)
 
 
-class Named(CallsTheFunction):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cos(dropout(x, p=self.p, training=self.training))
-
-
-class Shadowed(CallsTheFunction):
-    def forward(self, x: Tensor) -> Tensor:
-        def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-            return 2 * x
-
-        return torch.cos(dropout(self.up(x), p=self.p, training=self.training))
-
-
-class ShadowedWithin(CallsTheFunction):
-    def forward(self, x: Tensor) -> Tensor:
-        return (lambda dropout: torch.cos(dropout(x, p=self.p, training=self.training)))(lambda x, p, training: 3 * x)
-
-
-class ShadowedAround(CallsTheFunction):
-    def forward(self, x: Tensor) -> Tensor:
-        def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+dropout = functional.dropout
+"""Some forwards have something else of this name."""
+NAMED = "return torch.cos(dropout(x, p=self.p, training=self.training))"
+OTHERS = {
+    "another function of that name": f"def dropout(x, p, training): return 2 * x; {NAMED}",
+    "an argument of that name": """
+        other = lambda x, p, training: 3 * x
+        return (lambda dropout: torch.cos(dropout(x, p=self.p, training=self.training)))(other)""",
+    "another function around": """
+        def dropout(x, p, training):
             return 4 * x
 
-        return (lambda h: torch.cos(dropout(h, p=self.p, training=self.training)))(self.up(x))
+        return (lambda h: torch.cos(dropout(h, p=self.p, training=self.training)))(self.up(x))""",
+    "starred": "return torch.cos(functional.dropout(self.up(x), *(), training=self.training))",
+}
 
 
-class Starred(CallsTheFunction):
-    nothing = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cos(functional.dropout(self.up(x), *self.nothing, training=self.training))
-
-
-@pytest.mark.parametrize("make", [Shadowed, ShadowedWithin, ShadowedAround, Starred])
-def test_other_calls_are_left_alone(make: Any) -> None:
-    assert dropouts_of(make()) == [] and dropouts_of(Named()) == [""]
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls_are_left_alone(name: str) -> None:
+    found = [dropouts_of(written(CallsTheFunction, body, globals())()) for body in (OTHERS[name], NAMED)]
+    assert found == [[], [""]]
 
 
 def test_a_probability_that_cannot_be_read_yet_is_asked_for_by_calls() -> None:
@@ -218,19 +197,13 @@ def test_a_probability_that_cannot_be_read_yet_is_asked_for_by_calls() -> None:
         model(torch.ones(SHAPE))
 
 
-class TransposedModule(FeedForward):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(x.transpose(1, 2)).transpose(1, 2).view(-1, 64)
-
-
-class TransposedFunction(CallsTheFunction):
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(x.transpose(1, 2), self.p, self.training).transpose(1, 2).view(-1, 64)
-
-
-@pytest.mark.parametrize("make", [TransposedModule, TransposedFunction])
-def test_results_have_the_strides_that_torch_gives_them(make: Any) -> None:
-    model = make()
+@pytest.mark.parametrize(
+    ("base", "call"),
+    [(FeedForward, "self.drop(x.mT)"), (CallsTheFunction, "functional.dropout(x.mT, self.p, self.training)")],
+    ids=["module", "function"],
+)
+def test_results_have_the_strides_that_torch_gives_them(base: Any, call: str) -> None:
+    model = written(base, f"return {call}.transpose(1, 2).view(-1, 64)", globals())()
     report = patch_model(model)
     assert model(torch.ones(SHAPE)).shape == (256, 64)
     assert [*report.calls().values()] == [(0, 1)]
@@ -243,7 +216,10 @@ def test_traced_symbolically() -> None:
 
 
 def test_a_site_has_the_name_of_its_sum() -> None:
-    (site,) = patch_model(Adds()).patched
+    body = """
+        h = torch.cos(functional.dropout(self.up(x), p=self.p, training=self.training))
+        return x + functional.dropout(self.down(h), p=self.p, training=self.training)"""
+    (site,) = patch_model(written(CallsTheFunction, body, globals())()).patched
     assert site.pattern == "dropout_add" and "dropout" in site.detail.split(", ")[-1]
 
 

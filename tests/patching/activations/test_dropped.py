@@ -11,7 +11,7 @@ from onetrip.ops.common.rng import draw_rng, dropout_scale
 from onetrip.patching import patch_model
 from onetrip.patching.activations import PATTERNS
 from outcomes import assert_agree, outcome, patched_pair
-from patching_cases import WIDTH, inputs, randomised
+from patching_cases import WIDTH, inputs, randomised, written
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,62 +23,38 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.plain = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.plain, self.packed = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH)
         self.relu, self.gelu, self.drop, self.p = nn.ReLU(), nn.GELU(), nn.Dropout(P), P
 
 
-class AsT5(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.plain(x)
-        x = self.relu(x)
-        x = self.drop(x)
-        if x.dtype != self.down.weight.dtype:
-            x = x.to(self.down.weight.dtype)
-        return self.down(x)
+def mlp(body: str) -> Any:
+    return written(Mlp, body, globals())()
 
 
-class AsGatedT5(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gelu(self.gate(x))
-        up = self.up(x)
-        h = gate * up
-        h = self.drop(h)
-        return self.down(h)
-
-
-class AsWav2Vec2(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        h = self.gelu(h)
-        h = self.drop(h)
-        return self.down(h)
-
-
-class AsBart(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.gelu(self.up(x))
-        h = functional.dropout(h, p=self.p, training=self.training)
-        return self.down(h)
-
-
-class Nested(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.drop(self.relu(self.up(x))))
-
-
-class NestedProduct(Mlp):
-    """As ModernBERT's, of halves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+AS_T5 = """
+    x = self.plain(x)
+    x = self.relu(x)
+    x = self.drop(x)
+    if x.dtype != self.down.weight.dtype:
+        x = x.to(self.down.weight.dtype)
+    return self.down(x)"""
+AS_GATED_T5 = "gate = self.gelu(self.gate(x)); up = self.up(x); h = gate * up; h = self.drop(h); return self.down(h)"
+AS_BART = """
+    h = self.gelu(self.up(x))
+    h = functional.dropout(h, p=self.p, training=self.training)
+    return self.down(h)"""
+ACTIVATIONS = {
+    "T5": AS_T5,
+    "Wav2Vec2": "h = self.up(x); h = self.gelu(h); h = self.drop(h); return self.down(h)",
+    "BART": AS_BART,
+    "nested": "return self.down(self.drop(self.relu(self.up(x))))",
+}
+PRODUCTS = {
+    "gated T5": AS_GATED_T5,
+    "of halves (ModernBERT)": """
         h, gate = self.packed(x).chunk(2, dim=-1)
-        return self.down(self.drop(self.gelu(h) * gate))
-
-
-FUSED = (AsT5, AsGatedT5, AsWav2Vec2, AsBart, Nested, NestedProduct)
+        return self.down(self.drop(self.gelu(h) * gate))""",
+}
 
 
 def pinned(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -89,13 +65,11 @@ def pinned(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fal
     return torch.where(keep, x * dropout_scale(p), torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
-def test_it_is_one_call_with_the_dropout(make: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> None:
-    (x,) = inputs()
-    model, original, report = patched_pair(randomised(make()).train(), patterns=[*PATTERNS, "dropout"])
-    assert [site.pattern for site in report.patched if site.name == ""] == [
-        PATTERNS[0 if "Prod" in make.__name__ or "Gated" in make.__name__ else 1]
-    ]
+@pytest.mark.parametrize("name", ACTIVATIONS | PRODUCTS)
+def test_it_is_one_call_with_the_dropout(name: str, monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    model = randomised(mlp((ACTIVATIONS | PRODUCTS)[name])).train()
+    model, original, report = patched_pair(model, patterns=[*PATTERNS, "dropout"])
+    assert [site.pattern for site in report.patched if site.name == ""] == [PATTERNS[name not in PRODUCTS]]
     assert "drop" not in report.calls()
     torch.manual_seed(5)
     ours = outcome(model, x)
@@ -107,26 +81,16 @@ def test_it_is_one_call_with_the_dropout(make: type[Mlp], monkeypatch: pytest.Mo
     assert_agree(outcome(model.eval(), x), outcome(original.eval(), x))
 
 
-class ReadTwice(Mlp):
-    """The activation's result is read beside its dropout."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.relu(self.up(x))
-        return self.down(self.drop(h) + h)
-
-
-class Between(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.relu(self.up(x))
-        x = self.gate(x)
-        h = self.drop(h)
-        return self.down(h) + x
-
-
-@pytest.mark.parametrize("make", [ReadTwice, Between], ids=lambda make: make.__name__)
-def test_other_dropouts_stay_where_they_are(make: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> None:
-    (x,) = inputs()
-    model, original, report = patched_pair(randomised(make()).train(), patterns=PATTERNS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        "h = self.relu(self.up(x)); return self.down(self.drop(h) + h)",
+        "h = self.relu(self.up(x)); x = self.gate(x); h = self.drop(h); return self.down(h) + x",
+    ],
+    ids=["read twice", "something between"],
+)
+def test_other_dropouts_stay_where_they_are(body: str, monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    model, original, report = patched_pair(randomised(mlp(body)).train(), patterns=PATTERNS)
     monkeypatch.setattr(functional, "dropout", pinned)
     results = []
     for each in (model, original):
@@ -142,14 +106,14 @@ def test_a_dropout_that_changes_later_is_called() -> None:
             return torch.zeros_like(x)
 
     for changed in (Zeros(), nn.Dropout(1.0, inplace=True)):
-        for make in FUSED:
-            if make is AsBart:
+        for name, body in (ACTIVATIONS | PRODUCTS).items():
+            if name == "BART":
                 continue
-            model, (x,) = randomised(make()).train(), inputs()
+            model, (x,) = randomised(mlp(body)).train(), inputs()
             patch_model(model)
             model.drop = changed
             torch.testing.assert_close(model(x), model.down(torch.zeros_like(model.up(x))))
-    model, (x,) = randomised(AsT5()).train(), inputs()
+    model, (x,) = randomised(mlp(AS_T5)).train(), inputs()
     patch_model(model)
     calls: list[Any] = []
     model.drop.register_forward_hook(lambda *given: calls.append(given))
@@ -158,8 +122,8 @@ def test_a_dropout_that_changes_later_is_called() -> None:
 
 
 def test_under_vmap_the_dropout_is_torchs() -> None:
-    for make in (AsT5, AsBart):
-        model = randomised(make()).train()
+    for body in (AS_T5, AS_BART):
+        model = randomised(mlp(body)).train()
         patch_model(model)
         y = torch.func.vmap(model, randomness="different")(torch.ones(2, 3, 5, WIDTH))
         assert not torch.equal(y[0], y[1])
@@ -167,13 +131,13 @@ def test_under_vmap_the_dropout_is_torchs() -> None:
 
 def test_without_dropout_there_is_nothing_to_gain_for_an_activation_alone() -> None:
     for p, exclude in ((0.0, ()), (P, ("drop",))):
-        model = AsT5()
+        model = mlp(AS_T5)
         model.drop.p = p
         assert [site.name for site in patch_model(model, patterns=PATTERNS, exclude=exclude).patched] == []
 
 
 def test_no_mask_and_no_input_is_kept_of_relu() -> None:
-    model, (x,) = randomised(AsT5()).train(), inputs()
+    model, (x,) = randomised(mlp(AS_T5)).train(), inputs()
     kept: list[set[int]] = []
     for patch in (False, True):
         if patch:
@@ -186,9 +150,9 @@ def test_no_mask_and_no_input_is_kept_of_relu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [AsT5, AsGatedT5], ids=lambda make: make.__name__)
-def test_compiles_without_a_break(make: type[Mlp]) -> None:
-    model, (x,) = randomised(make()).train(), inputs()
+@pytest.mark.parametrize("body", [AS_T5, AS_GATED_T5], ids=["T5", "gated T5"])
+def test_compiles_without_a_break(body: str) -> None:
+    model, (x,) = randomised(mlp(body)).train(), inputs()
     patch_model(model)
     torch.compiler.reset()
     y = torch.compile(model, fullgraph=True, backend="aot_eager")(x.requires_grad_())

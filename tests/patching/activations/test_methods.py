@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
-from outcomes import assert_agree, assert_equal, outcome
-from patching_cases import WIDTH, inputs, randomised, tiny_mixture
+from outcomes import assert_agree, assert_equal, outcome, patch_and_compare
+from patching_cases import WIDTH, inputs, randomised, tiny_mixture, written
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -149,93 +149,52 @@ class Halves(nn.Module):
         self.packed, self.act = nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU()
 
 
-class Swapped(Halves):
-    def forward(self, x: Tensor) -> Tensor:
-        up, gate = self.packed(x).chunk(2, dim=-1)
-        return up * self.act(gate)
-
-
-class Named(Halves):
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.packed(x).chunk(2, -1)
-        h = self.act(gate)
-        return h * up
-
-
-class UpRebound(Halves):
-    """As Phi-3's."""
-
-    def forward(self, x: Tensor) -> Tensor:
+PARTS = "gate, up = self.packed(x).chunk(2, dim=-1)"
+NAMED = "gate, up = self.packed(x).chunk(2, -1); h = self.act(gate); return h * up"
+ONE = {
+    "swapped": "up, gate = self.packed(x).chunk(2, dim=-1); return up * self.act(gate)",
+    "named": NAMED,
+    "up is rebound (Phi-3)": """
         up = self.packed(x)
         gate, up = up.chunk(2, dim=-1)
         up = up * self.act(gate)
-        return up
-
-
-class Looped(Halves):
-    def forward(self, x: Tensor) -> Tensor:
+        return up""",
+    "in a loop": f"""
         for _ in range(2):
-            gate, up = self.packed(x).chunk(2, dim=-1)
+            {PARTS}
             x = self.act(gate) * up
-        return x
-
-
-class ReadAgain(Halves):
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.packed(x).chunk(2, dim=-1)
-        return self.act(gate) * up + up
-
-
-class ReadAgainInTheNextRound(Halves):
-    def forward(self, x: Tensor) -> Tensor:
+        return x""",
+}
+TWO = {
+    "read again": f"{PARTS}; return self.act(gate) * up + up",
+    "read again in the next round": f"""
         up = x
         for _ in range(2):
             x = x + up
-            gate, up = self.packed(x).chunk(2, dim=-1)
+            {PARTS}
             x = self.act(gate) * up
-        return x
-
-
-class Scaled(Halves):
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.packed(x).chunk(2, dim=-1)
-        gate = gate * 2.0
-        return self.act(gate) * up
-
-
-class OtherDimension(Halves):
-    def forward(self, x: Tensor) -> Tensor:
+        return x""",
+    "scaled": f"{PARTS}; gate = gate * 2.0; return self.act(gate) * up",
+    "another dimension": """
         gate, up = torch.cat([x, 2.0 * self.packed(x)[..., :WIDTH]]).chunk(2, dim=0)
-        return self.act(gate) * up
+        return self.act(gate) * up""",
+    "two of three parts": "gate, up = self.packed(x).chunk(3, dim=-1)[:2]; return self.act(gate) * up",
+}
+"""Gated products of halves as one tensor, and of two tensors."""
 
 
-class Thirds(Halves):
-    """Two of three parts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.packed(x).chunk(3, dim=-1)[:2]
-        return self.act(gate) * up
-
-
-ONE, TWO = [Swapped, Named, UpRebound, Looped], [
-    ReadAgain, ReadAgainInTheNextRound, Scaled, OtherDimension, Thirds,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("make", [*ONE, *TWO], ids=lambda make: make.__name__)
-def test_halves_stay_one_tensor_where_nothing_else_reads_them(make: type[Halves]) -> None:
-    model, (x,) = randomised(make()), inputs()
-    expected = outcome(model, x)
-    report = patch_model(model)
-    assert_agree(outcome(model, x), expected)
+@pytest.mark.parametrize("name", ONE | TWO)
+def test_halves_stay_one_tensor_where_nothing_else_reads_them(name: str) -> None:
+    model, (x,) = randomised(written(Halves, (ONE | TWO)[name], globals())()), inputs()
+    report = patch_and_compare(model, lambda: outcome(model, x))
     assert [site.pattern for site in report.patched] == ["gated_mlp"]
     assert report.calls()[""][0] >= 1 and report.calls()[""][1] == 0
     added = [line for line in report.diff("").splitlines() if line.startswith("+") and "gated_0_(" in line]
-    assert len(added) == 1 and added[0].count(",") == (3 if make in TWO else 2)
+    assert len(added) == 1 and added[0].count(",") == (3 if name in TWO else 2)
 
 
 def test_halves_of_an_odd_tensor_raise_what_they_raised() -> None:
-    model = Named()
+    model = written(Halves, NAMED, globals())()
     model.packed = nn.Linear(WIDTH, 5)
     with pytest.raises(RuntimeError) as expected:
         model(torch.randn(2, WIDTH))
@@ -265,10 +224,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_experts_of_transformers_are_fused_in_every_implementation(model_type: str, implementation: str) -> None:
-    torch.manual_seed(0)
-    config = tiny_mixture(model_type, **MIXTURES[model_type])
-    model = transformers.AutoModel.from_config(config, experts_implementation=implementation).train()
-    ids = torch.randint(3, 64, (2, 9))
+    model, ids = tiny_mixture(model_type, implementation, **MIXTURES[model_type]), torch.randint(3, 64, (2, 9))
     expected = outcome(model, ids, use_cache=False)
     report = patch_model(model)
     experts = [site.name for site in report.patched if site.name.endswith("experts")]
@@ -280,9 +236,7 @@ def test_experts_of_transformers_are_fused_in_every_implementation(model_type: s
 
 
 def test_llama4_s_experts_are_fused() -> None:
-    torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(tiny_mixture("llama4_text", intermediate_size_mlp=48)).train()
-    ids = torch.randint(3, 64, (2, 9))
+    model, ids = tiny_mixture("llama4_text", intermediate_size_mlp=48), torch.randint(3, 64, (2, 9))
     expected = outcome(model, ids, use_cache=False)
     report = patch_model(model)
     names = [site.name for site in report.patched if site.name.endswith("experts")]

@@ -13,7 +13,7 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
 from outcomes import assert_agree, loss_outcome
-from patching_cases import WIDTH, module_of
+from patching_cases import WHISPER, WIDTH, module_of, speech, tiny_model
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -22,12 +22,6 @@ if not hasattr(getattr(modeling_utils, "ALL_ATTENTION_FUNCTIONS", None), "get_in
     pytest.skip("needs transformers 5", allow_module_level=True)
 ALL_ATTENTION_FUNCTIONS = modeling_utils.ALL_ATTENTION_FUNCTIONS
 
-WHISPER = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 67, "num_mel_bins": 8, "max_source_positions": 12,
-    "max_target_positions": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1,
-    "dropout": 0.0,
-}  # fmt: skip
 ONLY = ("attention_heads",)
 
 
@@ -89,14 +83,7 @@ def changed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def whisper() -> Any:
-    torch.manual_seed(0)
-    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER)).train()
-
-
-def speech() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    labels = torch.randint(3, 67, (2, 7), generator=generator)
-    return {"input_features": torch.randn(2, 8, 24, generator=generator), "labels": labels}
+    return tiny_model("WhisperForConditionalGeneration", WHISPER).train()
 
 
 def copies(model: nn.Module) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from onetrip.patching import patch_model
 from onetrip.patching.attention import masked_fill
 from onetrip.patching.attention.softmax_regions import SoftmaxRegions, read_softmax_regions
+from patching_cases import written
 from torch import Tensor, nn
 
 PATTERN = "attention_softmax"
@@ -174,14 +174,11 @@ FORWARDS = {
 def test_which_fills_join_the_softmax(name: str) -> None:
     before, after, joins = FORWARDS[name]
     lines = [*before, "weights = torch.softmax(scores, dim=-1)", "weights = self.dropout(weights)", *after]
-    source = "def forward(self, scores, mask, values):\n" + "".join(f"    {x}\n" for x in [*lines, "return context"])
-    scope: dict[str, Any] = {"torch": torch}
-    linecache.cache["<filled>"] = (len(source), None, source.splitlines(True), "<filled>")
-    exec(compile(source, "<filled>", "exec"), scope)
-    found = read_softmax_regions(type("Written", (Filled,), {"forward": scope["forward"]}))
-    regions = [region for *_, region in found.found] if isinstance(found, SoftmaxRegions) else []
+    cls = written(Filled, "\n".join([*lines, "return context"]), globals(), "scores, mask, values")
+    found = read_softmax_regions(cls)
+    regions = found.chosen if isinstance(found, SoftmaxRegions) else ()
     assert [region.fill is not None for region in regions] == [joins] * len(regions) and (regions or not joins)
-    assert [len(region.statements.splitlines()) for region in regions if joins] == [4] * joins
+    assert [len(region.statements) for region in regions if joins] == [4] * joins
 
 
 @pytest.mark.parametrize("broken", ["product", "read"])

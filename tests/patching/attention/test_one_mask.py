@@ -13,7 +13,7 @@ import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import Interface, one_mask
 from outcomes import Outcome, assert_agree, assert_equal, loss_outcome
-from patching_cases import COMMON, DECODER, GPT2, NO_DROPOUT, T5, padded_text, tiny_model, token_ids
+from patching_cases import ZOO, padded_text, tiny_model, token_ids
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,17 +32,8 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert not one_mask._known
 
 
-def bert(**options: Any) -> Any:
-    return tiny_model("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT | {"attn_implementation": "sdpa"} | options)
-
-
-def llama() -> Any:
-    return tiny_model("LlamaForCausalLM", "LlamaConfig", DECODER | {"attn_implementation": "sdpa"})
-
-
-def gpt2() -> Any:
-    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "sdpa"}
-    return tiny_model("GPT2LMHeadModel", "GPT2Config", GPT2 | options)
+def sdpa(name: str, **options: Any) -> Any:
+    return tiny_model(ZOO[name].model, ZOO[name].options | {"attn_implementation": "sdpa"} | options)
 
 
 @pytest.fixture
@@ -59,13 +50,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("build", [bert, llama, gpt2])
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_mask_is_made_and_kept_for_all_layers(
-    build: Any, dtype: torch.dtype, made: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onetrip.patching.attention.interface.multiplies_bfloat16_in_vectors", lambda: False)
-    model, inputs = build().to(dtype).train(), padded_text("left")
+    model, inputs = sdpa(name).to(dtype).train(), padded_text("left")
 
     def n_kept() -> int:
         """Of added masks, by the graph."""
@@ -93,14 +84,14 @@ def test_one_mask_is_made_and_kept_for_all_layers(
 
 
 def test_by_default_beside_what_else_is_fused() -> None:
-    model, inputs = llama().train(), padded_text()
+    model, inputs = sdpa("llama").train(), padded_text()
     expected = loss_outcome(model, inputs)
     report = patch_model(model)
     attention = [site for site in report.patched if site.name.endswith("self_attn")]
     assert [site.pattern for site in attention] == ["rotary"] * N_LAYERS
     assert all("attention_mask" in site.detail for site in attention)
-    assert "attention_mask" not in str(patch_model(llama(), patterns=["rotary"]).patched)
-    assert "attention_mask" not in str(patch_model(llama(), attention=False).patched)
+    assert "attention_mask" not in str(patch_model(sdpa("llama"), patterns=["rotary"]).patched)
+    assert "attention_mask" not in str(patch_model(sdpa("llama"), attention=False).patched)
     assert_agree(loss_outcome(model, inputs), expected)
 
 
@@ -108,7 +99,7 @@ def test_by_default_beside_what_else_is_fused() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_checkpoints_and_autocast(use_reentrant: bool, autocast: bool, made: list[int]) -> None:
     """Hooks on saved tensors keep no mask that could be shared."""
-    model, inputs = llama().train(), padded_text()
+    model, inputs = sdpa("llama").train(), padded_text()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         expected = loss_outcome(model, inputs)
@@ -128,7 +119,7 @@ class Own:
     """A model, and a mask that its user keeps."""
 
     def __init__(self, is_patched: bool) -> None:
-        self.model, self.values = bert().eval(), np.ones((2, 1, 12, 12), dtype=bool)
+        self.model, self.values = sdpa("bert").eval(), np.ones((2, 1, 12, 12), dtype=bool)
         self.mask = torch.from_numpy(self.values)
         if is_patched:
             assert patch_model(self.model, patterns=PATTERN).patched
@@ -180,7 +171,7 @@ def test_a_mask_of_the_users_own_may_change_between_calls_and_layers() -> None:
 
 def test_one_query_and_other_masks_are_left_to_sdpa(made: list[int]) -> None:
     """A step of generation, a mask that is added already, a position bias."""
-    model = llama().eval()
+    model = sdpa("llama").eval()
     inputs = {key: value for key, value in padded_text("left").items() if key != "labels"}
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(**inputs, **options)
@@ -188,19 +179,19 @@ def test_one_query_and_other_masks_are_left_to_sdpa(made: list[int]) -> None:
     made.clear()
     assert torch.equal(model.generate(**inputs, **options), expected)
     assert not made
-    model = bert()
+    model = sdpa("bert")
     patch_model(model, patterns=PATTERN)
     made.clear()
     model(token_ids(2, 12), attention_mask=torch.zeros(2, 1, 12, 12))
-    t5 = tiny_model("T5ForConditionalGeneration", "T5Config", T5 | {"attn_implementation": "sdpa"})
+    t5 = sdpa("t5")
     assert not patch_model(t5, patterns=PATTERN).patched and not made
 
 
 def test_compiled_and_transformed_calls_see_the_bool_mask(made: list[int]) -> None:
-    model, inputs = bert().train(), padded_text()
+    model, inputs = sdpa("bert").train(), padded_text()
     patch_model(model, patterns=PATTERN)
     made.clear()
-    expected = loss_outcome(bert().train(), inputs)
+    expected = loss_outcome(sdpa("bert").train(), inputs)
     assert_agree(loss_outcome(torch.compile(model, backend="aot_eager"), inputs), expected)
     assert not made
     ids, masks = token_ids(2, 12), torch.stack([four_dimensional(), four_dimensional().flip(0)])
@@ -228,7 +219,7 @@ class Positional(nn.Module):
         super().__init__()
         self.config = transformers.LlamaConfig(attn_implementation="sdpa")
 
-    def forward(self, x, mask, scaling=None, bias=None):  # type: ignore[no-untyped-def]
+    def forward(self, x, mask, scaling=None, bias=None):
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         more = (None, bias) if bias is not None else ()
         return function(self, x, x, x, mask, 0.0, scaling, *more)[0]
@@ -249,7 +240,7 @@ def test_arguments_by_position(patterns: tuple[str, ...], made: list[int], monke
 @pytest.mark.parametrize("patterns", [("attention_softmax",), ("attention_softmax", *PATTERN)])
 def test_where_sdpa_may_be_replaced(patterns: tuple[str, ...], made: list[int]) -> None:
     """In evaluation it stays, and shares a mask if that is asked for. Its calls are none of the fused ones."""
-    model = bert(attention_probs_dropout_prob=0.5).eval()
+    model = sdpa("bert", attention_probs_dropout_prob=0.5).eval()
     report = patch_model(model, patterns=patterns)
     made.clear()
     loss_outcome(model, padded_text())
@@ -268,7 +259,7 @@ def test_a_position_bias_by_position_stays_sdpas(monkeypatch: pytest.MonkeyPatch
 
 
 def test_on_the_meta_device() -> None:
-    model = bert()
+    model = sdpa("bert")
     patch_model(model, patterns=PATTERN)
     logits = model.to("meta")(token_ids(2, 12).to("meta"), attention_mask=four_dimensional().to("meta")).logits
     assert logits.is_meta
@@ -276,7 +267,7 @@ def test_on_the_meta_device() -> None:
 
 def test_a_site_that_gives_another_result_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_mask, "_added", lambda mask, query: torch.zeros(mask.shape, dtype=query.dtype))
-    for model in (bert(), bert(attention_probs_dropout_prob=0.5)):
+    for model in (sdpa("bert"), sdpa("bert", attention_probs_dropout_prob=0.5)):
         report = patch_model(model, patterns=[*PATTERN, "attention_softmax"])
         assert not report.patched and "verify_failed" in {site.reason for site in report.skipped}
 
@@ -302,10 +293,10 @@ def test_a_captured_graph_reads_what_the_mask_is() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_tokens", [16, 13])  # a row of 13 elements is none of 16 bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("build", [bert, llama])
-def test_on_a_gpu(build: Any, dtype: torch.dtype, n_tokens: int, made: list[int]) -> None:
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_on_a_gpu(name: str, dtype: torch.dtype, n_tokens: int, made: list[int]) -> None:
     """Padding on the left leaves the decoder's first queries without a key."""
-    model = build().cuda().to(dtype).train()
+    model = sdpa(name).cuda().to(dtype).train()
     ids = token_ids(2, n_tokens).cuda()
     mask = torch.ones_like(ids)
     mask[1, :5] = 0

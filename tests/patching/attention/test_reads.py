@@ -11,6 +11,7 @@ from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.region_softmax import region_softmax
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.source import Inliner
+from patching_cases import written
 from torch import Tensor, nn
 
 PATTERN = "attention_softmax"
@@ -22,10 +23,8 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(0.0)
         self.weight = nn.Parameter(torch.ones(5))
 
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        raise NotImplementedError
 
-
+ARGUMENTS = "scores, mask, value"
 SCORES = torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0))
 MASK = torch.zeros(2, 1, 1, 5).index_fill(3, torch.tensor([4]), -1e4)
 
@@ -68,14 +67,13 @@ def test_who_reads_the_weights(expected: bool, bodies: dict[str, str]) -> None:
     """Under autocast only what products cast anyway may be rounded."""
     found = {}
     for name, body in bodies.items():
-        lines = ["W = torch.softmax(scores + mask, dim=-1)", "W = self.dropout(W)", *body.split("; ")]
+        lines = ["W = torch.softmax(scores + mask, dim=-1)", "W = self.dropout(W)", body]
         if "PROBABILITIES" in body:
             lines[:2] = [lines[0].replace("W", "PROBABILITIES"), "W = self.dropout(PROBABILITIES)"]
-        source = "def forward(self, scores, mask, value):\n" + "".join(f"    {line}\n" for line in lines)
-        forward = read_forward(Attention.forward, source)
+        forward = read_forward(written(Attention, "\n".join(lines), globals(), ARGUMENTS).forward)
         assert isinstance(forward, Forward)
         regions = softmax_regions._regions(forward, Inliner(forward.globals, {}))
-        found[name] = [region.for_products for _, _, region in regions]
+        found[name] = [region.for_products for region in regions]
     assert found == {name: [expected] for name in bodies}
 
 
@@ -86,28 +84,19 @@ class InAMethod(Attention):
         return torch.matmul(weights, value), weights
 
 
-class ReturnsBoth(InAMethod):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        y, weights = self.attend(scores, mask, value)
-        return y, weights
+CALL = "y, weights = self.attend(scores, mask, value)"
+CALLERS = {
+    f"{CALL}; return y, weights": True,
+    f"{CALL}; return y, weights.masked_fill(mask < 0, torch.finfo(torch.float32).min)": False,
+    "return self.attend(scores, mask, value)": False,  # passed on
+}
 
 
-class ReadsWeights(InAMethod):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        y, weights = self.attend(scores, mask, value)
-        return y, weights.masked_fill(mask < 0, torch.finfo(torch.float32).min)
-
-
-class PassesOn(InAMethod):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        return self.attend(scores, mask, value)
-
-
-@pytest.mark.parametrize(("cls", "expected"), [(ReturnsBoth, True), (ReadsWeights, False), (PassesOn, False)])
-def test_weights_that_a_method_returns_to_the_forward(cls: type[nn.Module], expected: bool) -> None:
-    found = softmax_regions.read_softmax_regions(cls)
+@pytest.mark.parametrize("body", CALLERS, ids=["returned", "read", "passed on"])
+def test_weights_that_a_method_returns_to_the_forward(body: str) -> None:
+    found = softmax_regions.read_softmax_regions(written(InAMethod, body, globals(), ARGUMENTS))
     assert isinstance(found, softmax_regions.SoftmaxRegions) and found.forward.method == "attend"
-    assert [region.for_products for _, _, region in found.found] == [expected]
+    assert [region.for_products for region in found.chosen] == [CALLERS[body]]
 
 
 def test_the_next_statement_on_a_line_reads_the_weights() -> None:
@@ -116,76 +105,51 @@ def test_the_next_statement_on_a_line_reads_the_weights() -> None:
     W = self.dropout(W); z = W.sum(-1)
     return torch.matmul(W, value), z
 """
-    forward = read_forward(Attention.forward, source)
+    forward = read_forward(InAMethod.attend, source)
     assert isinstance(forward, Forward)
     regions = softmax_regions._regions(forward, Inliner(forward.globals, {}))
-    assert [region.for_products for _, _, region in regions] == [False]
+    assert [region.for_products for region in regions] == [False]
 
 
-class OfValues(Attention):
-    """Weights that products alone read."""
-
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        weights = nn.functional.softmax(scores + mask, dim=-1)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value)
-
-
-class Widened(Attention):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        weights = nn.functional.softmax(scores + mask, dim=-1, dtype=self.weight.dtype)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value)
-
-
-class Summed(Attention):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        weights = nn.functional.softmax(scores + mask, dim=-1)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value) + weights.sum()
-
-
-class CastAndSummed(Attention):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        weights = nn.functional.softmax(scores + mask, dim=-1, dtype=torch.float32).to(value.dtype)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value) + weights.sum()
-
-
-class CastBackAndSummed(Attention):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
+WEIGHTS = "weights = nn.functional.softmax(scores + mask, dim=-1"
+PRODUCT = "weights = self.dropout(weights); return torch.matmul(weights, value)"
+BODIES = {
+    "values": f"{WEIGHTS}); {PRODUCT}",
+    "widened": f"{WEIGHTS}, dtype=self.weight.dtype); {PRODUCT}",
+    "summed": f"{WEIGHTS}); {PRODUCT} + weights.sum()",
+    "cast and summed": f"{WEIGHTS}, dtype=torch.float32).to(value.dtype); {PRODUCT} + weights.sum()",
+    "cast back and summed": f"""
         scores = scores + mask
         weights = nn.functional.softmax(scores.float(), dim=-1).type_as(scores)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value) + weights.sum()
-
-
+        {PRODUCT} + weights.sum()""",
+}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("cls", "dtypes", "autocast", "is_fused"),
+    ("name", "dtypes", "autocast", "is_fused"),
     [
-        (OfValues, (BF16, FP32, FP32), BF16, True),
-        (OfValues, (FP32, FP32, FP32), BF16, True),
-        (OfValues, (BF16, FP32, FP32), FP16, False),
-        (OfValues, (BF16, FP16, FP32), BF16, False),
-        (OfValues, (BF16, FP32, BF16), None, False),
-        (Widened, (BF16, BF16, FP32), BF16, True),
-        (Summed, (BF16, FP32, FP32), BF16, False),
-        (Summed, (FP32, FP32, FP32), BF16, True),
-        (CastAndSummed, (BF16, FP32, BF16), BF16, True),
-        (CastAndSummed, (FP16, FP32, BF16), BF16, False),
-        (CastBackAndSummed, (BF16, FP32, FP32), BF16, False),
+        ("values", (BF16, FP32, FP32), BF16, True),
+        ("values", (FP32, FP32, FP32), BF16, True),
+        ("values", (BF16, FP32, FP32), FP16, False),
+        ("values", (BF16, FP16, FP32), BF16, False),
+        ("values", (BF16, FP32, BF16), None, False),
+        ("widened", (BF16, BF16, FP32), BF16, True),
+        ("summed", (BF16, FP32, FP32), BF16, False),
+        ("summed", (FP32, FP32, FP32), BF16, True),
+        ("cast and summed", (BF16, FP32, BF16), BF16, True),
+        ("cast and summed", (FP16, FP32, BF16), BF16, False),
+        ("cast back and summed", (BF16, FP32, FP32), BF16, False),
     ],
 )
 def test_under_autocast_half_scores_give_half_weights_where_products_alone_read_float32(
-    cls: type[Attention],
+    name: str,
     dtypes: tuple[torch.dtype, ...],
     autocast: torch.dtype | None,
     is_fused: bool,
 ) -> None:
     """dtypes: of scores, mask and value."""
+    cls = written(Attention, BODIES[name], globals(), ARGUMENTS)
     module, plain = cls(), cls()
     report = patch_model(module, patterns=[PATTERN])
     scores, mask, value = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import linecache
 import math
 from typing import Any
 
@@ -13,6 +11,7 @@ from onetrip.patching import patch_model
 from onetrip.patching.attention import region_softmax as fused_region
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import SoftmaxRegions, read_softmax_regions
+from patching_cases import written
 from torch import Tensor, nn
 
 PATTERN = "attention_softmax"
@@ -25,7 +24,7 @@ class TwoMasks(nn.Module):
         super().__init__()
         self.size, self.dropout, self.weight = 8, nn.Dropout(p), nn.Parameter(torch.ones(5))
 
-    def forward(self, scores, bias=None, mask=None):  # type: ignore[no-untyped-def]
+    def forward(self, scores, bias=None, mask=None):
         scores = scores * self.weight
         scores = scores / math.sqrt(self.size)
         if bias is not None:
@@ -39,16 +38,17 @@ class TwoMasks(nn.Module):
 
 def regions_of(*statements: str) -> list[tuple[tuple[str, ...], str]]:
     """(masks, scale) of each region of a forward: the statements, then softmax and dropout."""
-    lines = [*statements, "weights = softmax(scores, dim=-1)", "weights = self.dropout(weights)", "return weights"]
-    source = "def forward(self, scores, bias, mask):\n" + "".join(f"    {line}\n" for line in lines)
-    scope: dict[str, Any] = {"softmax": torch.softmax, "math": math}
-    linecache.cache["<regions>"] = (len(source), None, source.splitlines(True), "<regions>")
-    exec(compile(source, "<regions>", "exec"), scope)
-    found = read_softmax_regions(type("Written", (TwoMasks,), {"forward": scope["forward"]}))
+    lines = [
+        *statements,
+        "weights = torch.softmax(scores, dim=-1)",
+        "weights = self.dropout(weights)",
+        "return weights",
+    ]
+    found = read_softmax_regions(written(TwoMasks, "\n".join(lines), globals(), "scores, bias, mask"))
     assert isinstance(found, SoftmaxRegions)
-    for _, _, region in found.found:  # no more statements than those that it takes the place of
-        assert len(ast.parse(region.statements).body) == len(region.masks) + (region.scale != "1.0") + 2
-    return [(region.masks, region.scale) for _, _, region in found.found]
+    for region in found.chosen:  # no more statements than those that it takes the place of
+        assert len(region.statements) == len(region.masks) + (region.scale != "1.0") + 2
+    return [(region.masks, region.scale) for region in found.chosen]
 
 
 SCALED, BIASED, MASKED = "scores = scores / math.sqrt(self.size)", "scores = scores + bias", "scores = scores + mask"
@@ -182,7 +182,7 @@ def test_gradients_of_float32_biases_are_summed_in_float32() -> None:
     scores, bias = torch.zeros(64, 1, 1, 2).bfloat16(), torch.zeros(1, 1, 1, 2, requires_grad=True)
     weights = softmax_regions.region_softmax(scores, (bias, torch.zeros(2)), None)
     weights.backward(torch.linspace(1.0, 1.3, 128).view(64, 1, 1, 2).to(weights.dtype).mul(torch.tensor([1.0, 0.0])))
-    whole, rounded = bias.grad, bias.grad.bfloat16().float()  # type: ignore[union-attr]
+    whole, rounded = bias.grad, bias.grad.bfloat16().float()
     assert whole.shape == bias.shape and not torch.equal(whole, rounded)
 
 

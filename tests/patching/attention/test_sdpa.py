@@ -11,7 +11,7 @@ from onetrip.measure import saved_bytes
 from onetrip.patching import patch_model
 from onetrip.patching.attention.eager import EagerFunction
 from onetrip.patching.attention.interface import SDPA
-from patching_cases import compiles_transformers
+from patching_cases import T5, compiles_transformers, tiny_model
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -29,8 +29,7 @@ def encoder() -> nn.Module:
 
     if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
         pytest.skip("this transformers has no position bias beside sdpa")
-    config = transformers.T5Config(vocab_size=99, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4)
-    return transformers.T5EncoderModel._from_config(config, attn_implementation="sdpa").eval()
+    return tiny_model("T5EncoderModel", T5 | {"attn_implementation": "sdpa"}).eval()
 
 
 def outcome(model: nn.Module, mask: Tensor) -> dict[str, Tensor]:
@@ -102,7 +101,7 @@ class ByKeyword(nn.Module):
         self.dropout = dropout
         self.projection = nn.Linear(32, 32)
 
-    def forward(self, x, mask):  # type: ignore[no-untyped-def]
+    def forward(self, x, mask):
         heads = self.projection(x).view(*x.shape[:2], 4, 8).transpose(1, 2)
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.dropout if self.training else 0.0
@@ -194,7 +193,7 @@ def test_causal_without_a_mask_is_traced() -> None:
     """Sizes are tensors then, and whether there is more than one query is one, too."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    fused = EagerFunction(sdpa_attention_forward, SDPA, True, False, False, False).compile()
+    fused = EagerFunction(sdpa_attention_forward, SDPA, frozenset(), is_sdpa=True).compile()
 
     def causal(query: Tensor) -> Tensor:
         return fused(nn.Module(), query, query, query, None, is_causal=True, scaling=0.5)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,50 +12,32 @@ from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import read_softmax_regions
 from outcomes import loss_outcome
-from patching_cases import COMMON, HEADS, HIDDEN, VOCABULARY, padded_text, renames, tiny_model
+from patching_cases import COMMON, GPT2, HEADS, HIDDEN, VOCABULARY, Case, padded_text, renames, written
 from tolerances import assert_like_torch
 from torch import Tensor, nn
 
 PATTERN = "attention_softmax"
 
 
-@dataclass
-class Case:
-    model: str
-    config: str
-    options: dict[str, Any]
-
-    def build(self, dtype: torch.dtype) -> nn.Module:
-        options = {"attn_implementation": "eager", **self.options}
-        return tiny_model(self.model, self.config, options).to(dtype).eval()  # type: ignore[no-any-return]
-
-
-LAYERS = {"n_layer": 2, "n_head": HEADS, "hidden_size": HIDDEN, "vocab_size": VOCABULARY}
+LAYERS = {"n_layers": 2, "n_heads": HEADS}
 CASES = {
-    "deberta": Case("DebertaForMaskedLM", "DebertaConfig", COMMON | {"relative_attention": True}),
-    "deberta_v2": Case("DebertaV2ForMaskedLM", "DebertaV2Config", COMMON | {"relative_attention": True}),
-    "bloom": Case("BloomForCausalLM", "BloomConfig", LAYERS),
-    "falcon": Case("FalconForCausalLM", "FalconConfig", COMMON),
-    "falcon-alibi": Case("FalconForCausalLM", "FalconConfig", COMMON | {"alibi": True}),
-    "mpnet": Case("MPNetForMaskedLM", "MPNetConfig", COMMON),
-    "roformer": Case("RoFormerForMaskedLM", "RoFormerConfig", COMMON | {"embedding_size": HIDDEN}),
-    "mpt": Case(
-        "MptForCausalLM", "MptConfig", {"d_model": HIDDEN, "n_heads": HEADS, "n_layers": 2, "vocab_size": VOCABULARY}
-    ),
+    "deberta": Case("DebertaForMaskedLM", COMMON | {"relative_attention": True}),
+    "deberta_v2": Case("DebertaV2ForMaskedLM", COMMON | {"relative_attention": True}),
+    "bloom": Case("BloomForCausalLM", COMMON | {"n_layer": 2, "n_head": HEADS}),
+    "falcon": Case("FalconForCausalLM", COMMON),
+    "falcon-alibi": Case("FalconForCausalLM", COMMON | {"alibi": True}),
+    "mpnet": Case("MPNetForMaskedLM", COMMON),
+    "roformer": Case("RoFormerForMaskedLM", COMMON | {"embedding_size": HIDDEN}),
+    "mpt": Case("MptForCausalLM", LAYERS | {"d_model": HIDDEN, "vocab_size": VOCABULARY}),
     "gpt_neo": Case(
         "GPTNeoForCausalLM",
-        "GPTNeoConfig",
-        {"hidden_size": HIDDEN, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY}
-        | {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 16, "window_size": 4},
+        COMMON | {"num_layers": 2, "num_heads": HEADS, "max_position_embeddings": 16, "window_size": 4}
+        | {"attention_types": [[["global", "local"], 1]]},
     ),
-    "gpt_neox_japanese": Case("GPTNeoXJapaneseForCausalLM", "GPTNeoXJapaneseConfig", COMMON),
-    "openai-gpt": Case(
-        "OpenAIGPTLMHeadModel",
-        "OpenAIGPTConfig",
-        {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 16},
-    ),
-    "xlm": Case("XLMWithLMHeadModel", "XLMConfig", {"emb_dim": HIDDEN, "n_layers": 2, "n_heads": HEADS, "n_words": 61}),
-}
+    "gpt_neox_japanese": Case("GPTNeoXJapaneseForCausalLM", COMMON),
+    "openai-gpt": Case("OpenAIGPTLMHeadModel", GPT2),
+    "xlm": Case("XLMWithLMHeadModel", LAYERS | {"emb_dim": HIDDEN, "n_words": VOCABULARY}),
+}  # fmt: skip
 
 
 class ScaledByAChild(nn.Module):
@@ -88,7 +69,7 @@ def test_a_region_may_read_a_child_s_attributes() -> None:
 )
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_the_model_s(name: str, dtype: torch.dtype) -> None:
-    model = CASES[name].build(dtype)
+    model = CASES[name].eager(dtype)
     exact, expected = loss_outcome(copy.deepcopy(model).double(), padded_text()), loss_outcome(model, padded_text())
     report = patch_model(model, patterns=[PATTERN])
     assert len(report.patched) == 2
@@ -104,7 +85,7 @@ def test_autocast_on_the_cpu_gives_what_the_model_gives(name: str) -> None:
     """The scores are bfloat16 then, masks still float32: fused where the statements or products cast what comes of
     them. (falcon's other branch has another reader of the name.)"""
     calls = (0, 1) if name == "falcon" else (1, 0)
-    model = CASES[name].build(torch.float32)
+    model = CASES[name].eager(torch.float32)
     exact = loss_outcome(copy.deepcopy(model).double(), padded_text())
     with torch.autocast("cpu", torch.bfloat16):
         expected = loss_outcome(model, padded_text())
@@ -125,7 +106,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(p)
         self.weight = nn.Parameter(torch.ones(5))
 
-    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+    def forward(self, scores, attention_mask=None):
         scores = scores * self.weight
         scores = scores / math.sqrt(self.size)
         if attention_mask is not None:
@@ -135,40 +116,36 @@ class Attention(nn.Module):
         return weights
 
 
-class Undropped(Attention):
-    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
-        weights = torch.softmax(scores * self.weight + attention_mask, dim=-1)
-        dropped = self.dropout(weights)
-        return dropped, weights
+def attention(body: str, p: float = 0.25) -> Any:
+    return written(Attention, body, globals(), "scores, attention_mask=None")(p)
 
 
-class ScoresReadLater(Attention):
-    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
-        scores = scores + attention_mask
-        weights = nn.functional.softmax(scores, dim=-1)
-        weights = self.dropout(weights)
-        return weights * self.weight, scores
-
-
-class OtherDimension(Attention):
-    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+UNDROPPED = """
+    weights = torch.softmax(scores * self.weight + attention_mask, dim=-1)
+    dropped = self.dropout(weights)
+    return dropped, weights"""
+READ_LATER = """
+    scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1)
+    weights = self.dropout(weights)
+    return weights * self.weight, scores"""
+NO_REGION = {
+    "another dimension": """
         weights = nn.functional.softmax(scores + attention_mask, dim=1)
-        return self.dropout(weights)
-
-
-class InALoop(Attention):
-    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+        return self.dropout(weights)""",
+    "in a loop": """
         for _ in range(2):
             weights = nn.functional.softmax(scores + attention_mask, dim=-1)
             scores = self.dropout(weights)
-        return scores
+        return scores""",
+}
 
 
 def test_scale_and_mask_go_into_the_call() -> None:
-    (region,) = (found for _, _, found in read_softmax_regions(Attention).found)  # type: ignore[union-attr]
+    (region,) = read_softmax_regions(Attention).chosen
     assert region.scale == "1.0 / (math.sqrt(self.size))"
     assert region.masks == ("attention_mask if attention_mask is not None else None",)
-    assert len(region.statements.splitlines()) == 5
+    assert len(region.source.splitlines()) == 5
 
 
 def test_dropout_follows_the_module_and_its_seed(scores: Tensor, mask: Tensor) -> None:
@@ -185,9 +162,9 @@ def test_dropout_follows_the_module_and_its_seed(scores: Tensor, mask: Tensor) -
 
 
 def test_probabilities_read_before_dropout_are_fused_only_without_it(scores: Tensor, mask: Tensor) -> None:
-    module = Undropped()
+    module = attention(UNDROPPED)
     report = patch_model(module, patterns=[PATTERN])
-    expected = Undropped().eval()(scores, mask)
+    expected = attention(UNDROPPED).eval()(scores, mask)
     torch.testing.assert_close(module.eval()(scores, mask), expected)
     assert report.calls() == {"": (1, 0)}
     dropped, weights = module.train()(scores, mask)
@@ -197,11 +174,11 @@ def test_probabilities_read_before_dropout_are_fused_only_without_it(scores: Ten
 
 
 def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor) -> None:
-    (region,) = (found for _, _, found in read_softmax_regions(ScoresReadLater).found)  # type: ignore[union-attr]
+    (region,) = read_softmax_regions(type(attention(READ_LATER))).chosen
     assert region.masks == ()
-    module = ScoresReadLater(0.0)
+    module = attention(READ_LATER, 0.0)
     assert patch_model(module, patterns=[PATTERN]).patched
-    torch.testing.assert_close(module(scores, mask), ScoresReadLater(0.0)(scores, mask))
+    torch.testing.assert_close(module(scores, mask), attention(READ_LATER, 0.0)(scores, mask))
 
 
 class Weighing(Attention):
@@ -282,7 +259,7 @@ class WithASum(Attention):
         super().__init__(p)
         self.dense, self.norm, self.last = nn.Linear(5, 5), nn.LayerNorm(5), nn.Dropout(p)
 
-    def forward(self, scores, mask):  # type: ignore[no-untyped-def]
+    def forward(self, scores, mask):
         weights = nn.functional.softmax(scores * self.weight + mask, dim=-1)
         weights = self.dropout(weights)
         out = self.dense(weights)
@@ -315,9 +292,9 @@ def test_a_sum_is_fused_where_the_attention_beside_it_is_not(scores: Tensor, mas
     torch.testing.assert_close(module(scores, mask), original(scores, mask))
 
 
-@pytest.mark.parametrize("cls", [OtherDimension, InALoop])
-def test_what_is_no_region_is_reported(cls: type[Attention]) -> None:
-    report = patch_model(cls(), patterns=[PATTERN])
+@pytest.mark.parametrize("name", NO_REGION)
+def test_what_is_no_region_is_reported(name: str) -> None:
+    report = patch_model(attention(NO_REGION[name]), patterns=[PATTERN])
     assert not report.patched and [site.reason for site in report.skipped] == ["unknown_forward"]
 
 

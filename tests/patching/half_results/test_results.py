@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,38 +13,20 @@ from onetrip.measure.traffic import traffic
 from onetrip.ops.row_norm_autograd import deferred_norm
 from onetrip.patching import half_results, links, patch_model, unpatch_model
 from outcomes import Outcome, assert_agree, assert_equal, loss_outcome, outcome
-from patching_cases import WIDTH
+from patching_cases import DECODER, WIDTH, Direct, NormBlock, tiny_model, token_ids
 from torch import Tensor, matmul, nn
 from torch.nn import functional
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 HALF = torch.bfloat16
 OWN = "model.layers.0.input_layernorm"
 
 
-class Block(nn.Module):
-    """What a block may do with y = norm(x): see the subclasses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.other = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.weight = nn.Parameter(torch.eye(WIDTH))
-        self.drop, self.kept = nn.Dropout(0.0), None
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(x)))
-
-
-class Direct(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
-class Named(Block):
+class Named(NormBlock):
     """Shapes are read, and another name and a view of it."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -56,14 +38,14 @@ class Named(Block):
         return x + y * len(rest[:1])
 
 
-class Functions(Block):
+class Functions(NormBlock):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         h = functional.linear(y, self.weight) + torch.matmul(y, self.weight) + matmul(y, self.weight) + y @ self.weight
         return x + h + torch.addmm(self.weight[0], y.flatten(0, 1), mat2=self.weight).view(x.shape)
 
 
-class Looped(Block):
+class Looped(NormBlock):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         h = x
@@ -73,7 +55,7 @@ class Looped(Block):
         return h
 
 
-class Absent(Block):
+class Absent(NormBlock):
     """A child that other configurations have."""
 
     def forward(self, x: Tensor, cross: bool = False) -> Tensor:
@@ -91,7 +73,7 @@ class Inner(nn.Module):
         return self.dense(hidden) * first
 
 
-class Handed(Block):
+class Handed(NormBlock):
     """To a child, by keyword."""
 
     def __init__(self) -> None:
@@ -102,7 +84,7 @@ class Handed(Block):
         return x + self.inner(2, hidden=self.norm(x), more=None)
 
 
-class Added(Block):
+class Added(NormBlock):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         return y + functional.linear(y, self.weight)
@@ -185,70 +167,35 @@ def test_a_sum_in_another_module_computes_the_rounded_norm(
     assert dtypes[-4:] == [torch.float32] * 2 + [HALF] * 2
 
 
-def change_hook(model: Any) -> Any:
-    return model.up.register_forward_pre_hook(lambda *_: None)
-
-
-def change_hook_of_norm(model: Any) -> Any:
-    return model.norm.register_forward_hook(lambda *_: None)
-
-
-def change_global_hook(model: Any) -> Any:
-    return nn.modules.module.register_module_forward_hook(lambda *_: None)
-
-
-def change_child(model: Any) -> None:
-    model.up = nn.Sequential(nn.GELU(), model.up)
-
-
-def change_forward_of_child(model: Any) -> None:
-    model.up.forward = functools.partial(functional.linear, weight=model.up.weight)
-
-
-def change_forward(model: Any) -> None:
-    model.forward = lambda x: model.norm(x)
-
-
-def change_class(model: Any) -> None:
-    model.__class__ = Added
-
-
-def change_weight(model: Any) -> None:
-    model.norm.to(torch.bfloat16)
-
-
-def change_instance(model: Any) -> None:
-    model.up = copy.deepcopy(model.up)
-
-
 class Quantized(nn.Parameter):
     """As torchao's: a linear layer of one computes something of its own."""
 
 
-def change_weight_of_child(model: Any) -> None:
-    model.up._parameters["weight"] = Quantized(model.up.weight.detach())
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda model: model.up.register_forward_pre_hook(lambda *_: None),
+    "a hook of the norm": lambda model: model.norm.register_forward_hook(lambda *_: None),
+    "a global hook": lambda model: nn.modules.module.register_module_forward_hook(lambda *_: None),
+    "another child": lambda model: setattr(model, "up", nn.Sequential(nn.GELU(), model.up)),
+    "another child of the same class": lambda model: setattr(model, "up", copy.deepcopy(model.up)),
+    "a forward of the child": lambda model: setattr(model.up, "forward", partial(linear, weight=model.up.weight)),
+    "a forward": lambda model: setattr(model, "forward", lambda x: model.norm(x)),
+    "another class": lambda model: setattr(model, "__class__", Added),
+    "another dtype": lambda model: model.norm.to(torch.bfloat16),
+    "another kind of weight": lambda model: model.up._parameters.update(weight=Quantized(model.up.weight.detach())),
+    "an attribute": lambda model: model.__dict__.update(up=torch.sum),
+}
 
 
-def change_attribute(model: Any) -> None:
-    model.__dict__["up"] = torch.sum
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(change_hook, change_hook_of_norm, change_global_hook, change_child, change_forward_of_child, change_forward),
-        *(change_weight, change_class, change_instance, change_weight_of_child, change_attribute),
-    ],
-)
-def test_changes_after_patching_bring_float32_back(autocast: None, change: Any, x: Tensor) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_after_patching_bring_float32_back(autocast: None, name: str, x: Tensor) -> None:
     model = built(Direct)
     patch_model(model, patterns=("layer_norm",))
     assert model.norm(x).dtype == HALF
-    handle = change(model)
+    handle = CHANGES[name](model)
     try:
         assert model.norm(x).dtype == torch.float32
     finally:
-        if handle is not None:
+        if isinstance(handle, RemovableHandle):
             handle.remove()
 
 
@@ -284,17 +231,12 @@ def test_a_class_whose_forward_is_replaced_is_read_again(
     assert model.norm(x).dtype == torch.float32
 
 
-LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
-
-
 def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**LLAMA, bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    return transformers.LlamaForCausalLM(config).train()
+    return tiny_model("LlamaForCausalLM", DECODER).train()
 
 
 def loss_and_gradients(model: Any) -> Outcome:
-    ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(2, 9)
     return loss_outcome(model, {"input_ids": ids, "labels": ids})
 
 

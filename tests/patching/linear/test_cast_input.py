@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,9 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import PATTERNS, patch_model, unpatch_model
 from outcomes import assert_equal, outcome, parameter_gradients
-from patching_cases import WIDTH, randomised
+from patching_cases import WIDTH, build, randomised, token_ids, written
 from torch import Tensor, nn
 from torch.nn import functional
-
-transformers = pytest.importorskip("transformers")
 
 
 class Casting(nn.Module):
@@ -37,111 +36,42 @@ class Conditional(Casting):
         return h
 
 
-class Plain(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.wi(x)
-        cast = h.to(self.wo.weight.dtype)
-        return self.wo(cast) + x
-
-
-class Inline(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wo(self.wi(x).to(self.wo.weight.dtype)).float() + x
-
-
-FOUND = (Conditional, Plain, Inline)
-
-
-class ReadTwice(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.wi(x).to(self.wo.weight.dtype)
-        return self.wo(h) + h
-
-
-class ReadLater(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.wi(x).to(self.wo.weight.dtype)
-        y = self.wo(h)
-        return y * h.sum()
-
-
-class OfAnotherLayer(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.wi(x).to(self.other.weight.dtype)
-        return self.wo(h)
-
-
-class OtherwiseToo(Casting):
-    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+PLAIN = "h = self.wi(x); cast = h.to(self.wo.weight.dtype); return self.wo(cast) + x"
+INLINE = "return self.wo(self.wi(x).to(self.wo.weight.dtype)).float() + x"
+FOUND = {
+    "conditional": Conditional,
+    "plain": written(Casting, PLAIN, globals()),
+    "inline": written(Casting, INLINE, globals()),
+}
+CAST = "h = self.wi(x).to(self.wo.weight.dtype)"
+LEFT = {
+    "read twice": f"{CAST}; return self.wo(h) + h",
+    "read later": f"{CAST}; y = self.wo(h); return y * h.sum()",
+    "of another layer": "h = self.wi(x).to(self.other.weight.dtype); return self.wo(h)",
+    "cast or something else": """
         h = self.wi(x)
         if flag:
             h = h.to(self.wo.weight.dtype)
         else:
             h = 2 * h
-        return self.wo(h)
-
-
-class MoreInTheBranch(Casting):
-    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(h)""",
+    "more in the branch": """
         h = self.wi(x)
         if h.dtype != self.wo.weight.dtype:
             h = h.to(self.wo.weight.dtype)
             self.seen.append(h.dtype)
-        return self.wo(h)
-
-
-class WithADevice(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wo(self.wi(x).to(self.wo.weight.dtype, copy=True))
-
-
-class WithoutAutocast(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.wi(x).to(self.wo.weight.dtype)
-        with torch.autocast("cpu", enabled=False):
-            y = self.wo(h)
-        return y
-
-
-class WrittenTo(Casting):
-    """With the cast, which is another tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.wi(x)
-        cast = h.to(self.wo.weight.dtype)
-        y = self.wo(cast)
-        h.mul_(2.0)
-        return y + h
-
-
-class WrittenToInTheCall(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.wi(x)
-        return self.wo(h.to(self.wo.weight.dtype)) + h.add_(100.0)
-
-
-class InALoop(Casting):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.wi(x)
-        cast = h.to(self.wo.weight.dtype)
-        for _ in range(2):
-            y = self.wo(cast)
-        return y
-
-
-LEFT = (
-    *(ReadTwice, ReadLater, OfAnotherLayer, OtherwiseToo, MoreInTheBranch, WithADevice, WithoutAutocast, WrittenTo),
-    *(WrittenToInTheCall, InALoop),
-)
-
-
-def counts(report: Any) -> tuple[int, int]:
-    ((fused, fallen_back),) = report.calls().values()
-    return fused, fallen_back
+        return self.wo(h)""",
+    "with another argument": "return self.wo(self.wi(x).to(self.wo.weight.dtype, copy=True))",
+    "without autocast": f"{CAST}; with torch.autocast('cpu', enabled=False): y = self.wo(h); return y",
+    # With the cast, which is another tensor.
+    "written to": "h = self.wi(x); cast = h.to(self.wo.weight.dtype); y = self.wo(cast); h.mul_(2.0); return y + h",
+    "written to in the call": "h = self.wi(x); return self.wo(h.to(self.wo.weight.dtype)) + h.add_(100.0)",
+    "in a loop": "h = self.wi(x); cast = h.to(self.wo.weight.dtype); for _ in range(2): y = self.wo(cast); return y",
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", FOUND)
+@pytest.mark.parametrize("kind", FOUND.values(), ids=FOUND)
 def test_the_same_bits_without_the_cast(kind: Any, dtype: torch.dtype, x: Tensor) -> None:
     model = randomised(kind())
     with torch.autocast("cpu", dtype):
@@ -151,14 +81,14 @@ def test_the_same_bits_without_the_cast(kind: Any, dtype: torch.dtype, x: Tensor
         assert [site.pattern for site in report.patched] == ["cast_input"]
         assert_equal(outcome(model, x), expected)
         after = traffic(lambda: outcome(model, x)).by_operator()["aten::_to_copy"]
-    assert counts(report) == (2, 0)
+    assert report.calls() == {"": (2, 0)}
     # To float32 and back, and their backward: less one of 6 bytes an element where the first is a no-op else.
     assert before - after == 4 * 6 * x.numel()
     unpatch_model(model)
     assert type(model) is kind
 
 
-@pytest.mark.parametrize("kind", FOUND)
+@pytest.mark.parametrize("kind", FOUND.values(), ids=FOUND)
 def test_without_autocast_nothing_changes(kind: Any, x: Tensor) -> None:
     """Also of a layer that is kept in float32 in a model of half precision."""
     model = randomised(kind())
@@ -169,16 +99,13 @@ def test_without_autocast_nothing_changes(kind: Any, x: Tensor) -> None:
     for each, wanted in zip((model, mixed), expected, strict=True):
         report = patch_model(each, patterns=("cast_input",))
         assert_equal(outcome(each, x.to(each.wi.weight.dtype)), wanted)
-        assert counts(report) == (0, 0)
+        assert report.calls() == {"": (0, 0)}
 
 
-@pytest.mark.parametrize("kind", LEFT)
-def test_what_others_may_read_is_cast(kind: Any) -> None:
-    assert not patch_model(kind(), patterns=("cast_input",)).patched
-
-
-def change_hook(model: Any) -> None:
-    model.wo.register_forward_pre_hook(lambda *_: None)
+@pytest.mark.parametrize("name", LEFT)
+def test_what_others_may_read_is_cast(name: str) -> None:
+    model = written(Casting, LEFT[name], globals(), "x, flag=False")()
+    assert not patch_model(model, patterns=("cast_input",)).patched
 
 
 def change_layer(model: Any) -> None:
@@ -187,20 +114,23 @@ def change_layer(model: Any) -> None:
     model.wo.weight = wo.weight
 
 
-def change_dtype(model: Any) -> None:
-    model.wo.to(torch.float16)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda model: model.wo.register_forward_pre_hook(lambda *_: None),
+    "another layer": change_layer,
+    "another dtype": lambda model: model.wo.to(torch.float16),
+}
 
 
-@pytest.mark.parametrize("change", [change_hook, change_layer, change_dtype])
-def test_changes_after_patching_bring_the_cast_back(change: Any, x: Tensor) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_after_patching_bring_the_cast_back(name: str, x: Tensor) -> None:
     model = randomised(Conditional())
     report = patch_model(model, patterns=("cast_input",))
-    change(model)
+    CHANGES[name](model)
     seen: list[torch.dtype] = []
     model.wo.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
-    assert seen == [model.wo.weight.dtype] and counts(report) == (0, 0)
+    assert seen == [model.wo.weight.dtype] and report.calls() == {"": (0, 0)}
 
 
 def test_a_layer_that_is_excluded_or_none_is_left() -> None:
@@ -213,13 +143,8 @@ def test_a_layer_that_is_excluded_or_none_is_left() -> None:
 @pytest.mark.parametrize("is_gated", [False, True], ids=["relu", "gated-gelu"])
 def test_t5(is_gated: bool) -> None:
     """Beside the other patterns, in a parent that joins the dropout; generation, too."""
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "vocab_size": 64}
-    config = transformers.T5Config(
-        **sizes, feed_forward_proj="gated-gelu" if is_gated else "relu", dropout_rate=0.0, decoder_start_token_id=0
-    )
-    model: Any = transformers.T5ForConditionalGeneration(config)
-    ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    model = build("t5", feed_forward_proj="gated-gelu" if is_gated else "relu")
+    ids = token_ids(2, 9)
     apart = copy.deepcopy(model)
     patch_model(apart, patterns=set(PATTERNS) - {"cast_input"})
     report = patch_model(model)

@@ -15,8 +15,8 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear import readers
 from onetrip.patching.verify import RNG, MaskedDropout
-from outcomes import assert_agree, assert_equal
-from patching_cases import WIDTH, inputs, randomised
+from outcomes import assert_agree, assert_equal, patch_and_compare, penalty_gradients
+from patching_cases import DECODER, WIDTH, inputs, randomised, tiny_model
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
@@ -139,9 +139,7 @@ def test_float32_adapters_of_a_bfloat16_layer_without_autocast_are_left() -> Non
     for name, parameter in model.named_parameters():
         if "lora" not in name:
             parameter.data = parameter.data.bfloat16()
-    expected = outcome(model, x.bfloat16())
-    report = patch_model(model)
-    assert_agree(outcome(model, x.bfloat16()), expected, 3e-2)
+    report = patch_and_compare(model, lambda: outcome(model, x.bfloat16()), relative=3e-2)
     assert all(fallbacks == 1 for _, fallbacks in report.calls().values())
 
 
@@ -164,18 +162,12 @@ def test_nested_tensors() -> None:
         y.values().square().sum().backward()
         return {"y": y.values().detach()} | outcomes.parameter_gradients(model)
 
-    expected = run()
-    patch_model(model)
-    assert_equal(run(), expected)
+    patch_and_compare(model, run, relative=0.0)
 
 
 def test_a_copy_of_a_patched_model_has_its_wrapper() -> None:
     """PEFT's wrapper passes what it does not know on to the model in it."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_model("LlamaForCausalLM", DECODER)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"]))
     patch_model(model)
     copied = copy.deepcopy(model)
@@ -200,40 +192,30 @@ def frozen_base(model: Any) -> None:
         parameter.requires_grad_("lora" in name)
 
 
-def hooked(model: Any) -> None:
-    model.q.lora_B["default"].register_forward_hook(lambda module, args, y: 2.0 * y)
-
-
 def with_bias(model: Any) -> None:
     model.q.lora_B["default"].bias = nn.Parameter(torch.ones(24))
 
 
-def disabled(model: Any) -> None:
-    for name in ("q", "k", "out"):
-        getattr(model, name).enable_adapters(False)
+def layers(model: Any) -> list[Any]:
+    return [model.q, model.k, model.out]
 
 
-def merged(model: Any) -> None:
-    for name in ("q", "k", "out"):
-        getattr(model, name).merge()
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "frozen": frozen_base,
+    "hooked": lambda model: model.q.lora_B["default"].register_forward_hook(lambda module, args, y: 2.0 * y),
+    "with a bias": with_bias,
+    "disabled": lambda model: [each.enable_adapters(False) for each in layers(model)],
+    "merged": lambda model: [each.merge() for each in layers(model)],
+    "rescaled": lambda model: model.q.scale_layer(3.0),
+    "deleted": lambda model: model.k.delete_adapter("default"),
+}
 
 
-def rescaled(model: Any) -> None:
-    model.q.scale_layer(3.0)
-
-
-def deleted(model: Any) -> None:
-    model.k.delete_adapter("default")
-
-
-CHANGES = [frozen_base, hooked, with_bias, disabled, merged, rescaled, deleted]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_layers_changed_after_patching(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_changed_after_patching(name: str) -> None:
     model, (x,) = adapted(), inputs()
     patch_model(model)
-    change(model)
+    CHANGES[name](model)
     assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
 
 
@@ -275,9 +257,7 @@ def test_another_variant_beside_a_plain_adapter() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q"], use_dora=True, init_lora_weights=False)
     model = peft.inject_adapter_in_model(config, model, "two")
     model.q.set_adapter(["one", "two"])
-    expected = outcome(model, x)
-    patch_model(model)
-    assert_agree(outcome(model, x), expected, 1e-4)
+    patch_and_compare(model, lambda: outcome(model, x), relative=1e-4)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -304,16 +284,9 @@ def test_checkpointing(use_reentrant: bool, p: float) -> None:
 
 def test_second_derivatives() -> None:
     model, (x,) = adapted().double(), inputs()
-
-    def penalty(x: Tensor) -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(2.0 * leaf).square().sum(), leaf, create_graph=True)
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        return [each.double() for each in torch.autograd.grad(gradient.square().sum(), parameters)]
-
-    expected = penalty(x.double())
+    expected = penalty_gradients(model, x.double())
     patch_model(model.float())
-    assert_agree(penalty(x), expected, relative=1e-4)
+    assert_agree(penalty_gradients(model, x), expected, relative=1e-4)
 
 
 def test_compiles_without_a_break() -> None:
@@ -342,10 +315,8 @@ def test_quantized_layers_of_bitsandbytes(dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.bfloat16() if "lora" in name else parameter.data
-    expected = outcome(model, x)
-    report = patch_model(model)
+    report = patch_and_compare(model, lambda: outcome(model, x), relative=3e-2 if dtype == torch.bfloat16 else 1e-5)
     assert [(site.name, site.pattern) for site in report.patched] == [("0", "lora")]
-    assert_agree(outcome(model, x), expected, 3e-2 if dtype == torch.bfloat16 else 1e-5)
     assert report.calls() == {"0": (2, 0)}
     for parameter in model[0].lora_A.parameters():
         parameter.data = parameter.data.to(torch.float32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from onetrip.patching import calls, patch_model
 from outcomes import assert_agree
-from patching_cases import WIDTH, inputs, randomised
+from patching_cases import WIDTH, inputs, randomised, written
 from torch import Tensor, nn
 
 outcome = functools.partial(outcomes.outcome, is_leaf=False)
@@ -33,88 +33,49 @@ class Adapted(nn.Module):
         return x.to(dtype)
 
 
-class Kept(Adapted):
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+LAYERS = 'dropout = self.dropout; down = self.down["one"]; up = self.up["one"]; result = self.base(x)'
+ADD = "result = result + up(down(dropout(x))) * scale"
+FORWARDS = {
+    "kept": f"""
         dropout, down, up = self.dropout, None, None
         down = self.down["one"]
         up = self.up["one"]
         result = self.base(x)
         kept = result
-        result = result + up(down(dropout(x))) * scale
-        return result + kept
-
-
-class KeptByNoConversion(Adapted):
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        dropout = self.dropout
-        down = self.down["one"]
-        up = self.up["one"]
-        result = self.base(x)
-        kept = result.to(x.dtype)
-        result = result + up(down(dropout(x))) * scale
-        return result + kept
-
-
-class KeptByAnother(Adapted):
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        dropout = self.dropout
-        down = self.down["one"]
-        up = self.up["one"]
-        result = self.base(x)
-        if self.is_active:
-            result = self.stash(result)
-        result = result + up(down(dropout(x))) * scale
-        return result + self.kept
-
-
-class WrittenTo(Adapted):
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        dropout = self.dropout
-        down = self.down["one"]
-        up = self.up["one"]
-        result = self.base(x)
+        {ADD}
+        return result + kept""",
+    "kept by no conversion": f"{LAYERS}; kept = result.to(x.dtype); {ADD}; return result + kept",
+    "kept by another": f"{LAYERS}; if self.is_active: result = self.stash(result); {ADD}; return result + self.kept",
+    "written to": f"""
+        {LAYERS}
         if self.is_active:
             result = nn.functional.relu(result, inplace=True)
-        result = result + up(down(dropout(x))) * scale
-        return result
-
-
-class ReadElsewhere(Adapted):
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        dropout = self.dropout
-        down = self.down["one"]
-        up = self.up["one"]
-        result = self.base(x)
-        output = up(down(dropout(x))) * scale
-        result = result + output
-        return result * output
-
-
-class Deleted(Adapted):
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        dropout = self.dropout
-        down = self.down["one"]
-        up = self.up["one"]
-        result = self.base(x)
-        output = up(down(dropout(x))) * scale
-        result = result + output
-        del output
-        return result
-
-
-class Looped(Adapted):
-    """The next turn reads another x."""
-
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        {ADD}
+        return result""",
+    "in a loop, whose next turn reads another x": f"""
         result = self.base(x)
         dropout = self.dropout
         for name in ("one", "one"):
             down = self.down[name]
             up = self.up[name]
             x = 0.1 * x
-            result = result + up(down(dropout(x))) * scale
+            {ADD}
             x = result
-        return result
+        return result""",
+    "read after the cast": f"""
+        {LAYERS}
+        x = self.convert(x, down.weight.dtype)
+        if self.is_active:
+            {ADD}
+        return result + x""",
+}
+OUTPUT = "output = up(down(dropout(x))) * scale; result = result + output"
+WITHOUT_A_NAME = {
+    "read elsewhere": f"{LAYERS}; {OUTPUT}; return result * output",
+    "deleted": f"{LAYERS}; {OUTPUT}; del output; return result",
+    "of a local name": f"{LAYERS}; h = 0.5 * x; result = result + up(down(dropout(h))) * scale; return result",
+}
+"""Forwards that are left: a name would be missing."""
 
 
 class Passing(Adapted):
@@ -130,47 +91,10 @@ class Passing(Adapted):
         return result
 
 
-class ReadAfterTheCast(Adapted):
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        dropout = self.dropout
-        down = self.down["one"]
-        up = self.up["one"]
-        result = self.base(x)
-        x = self.convert(x, down.weight.dtype)
-        if self.is_active:
-            result = result + up(down(dropout(x))) * scale
-        return result + x
-
-
-class OfALocalName(Adapted):
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        dropout = self.dropout
-        down = self.down["one"]
-        up = self.up["one"]
-        result = self.base(x)
-        h = 0.5 * x
-        result = result + up(down(dropout(h))) * scale
-        return result
-
-
-LEFT = {ReadElsewhere, Deleted, OfALocalName}
-"""A name would be missing."""
-FORWARDS = (
-    Kept,
-    KeptByNoConversion,
-    KeptByAnother,
-    WrittenTo,
-    ReadElsewhere,
-    Deleted,
-    Looped,
-    OfALocalName,
-    Passing,
-    ReadAfterTheCast,
-)
-
-
-@pytest.mark.parametrize("make", FORWARDS, ids=lambda make: make.__name__)
-def test_forwards_that_do_more_with_their_results(make: type[Adapted]) -> None:
+@pytest.mark.parametrize("name", ["every argument", *FORWARDS, *WITHOUT_A_NAME])
+def test_forwards_that_do_more_with_their_results(name: str) -> None:
+    bodies = FORWARDS | WITHOUT_A_NAME
+    make = written(Adapted, bodies[name], globals(), "x, scale=2.0") if name in bodies else Passing
     model, (x,) = randomised(make()), inputs()
 
     def run(autocast: bool) -> outcomes.Outcome:
@@ -179,7 +103,7 @@ def test_forwards_that_do_more_with_their_results(make: type[Adapted]) -> None:
 
     expected = run(False), run(True)
     report = patch_model(model, patterns=["lora"])
-    assert [site.pattern for site in report.patched] == ["lora"] * (make not in LEFT)
+    assert [site.pattern for site in report.patched] == ["lora"] * (name not in WITHOUT_A_NAME)
     assert_agree(run(False), expected[0])
     assert_agree(run(True), expected[1], 3e-2)
     assert all(fused and not fallbacks for fused, fallbacks in report.calls().values())

@@ -10,8 +10,8 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.linear.packed_slices import packed_slices, read_packed_slices
-from outcomes import assert_equal, outcome, parameter_gradients
-from patching_cases import WIDTH, randomised
+from outcomes import assert_equal, outcome, parameter_gradients, patch_and_compare
+from patching_cases import COMMON, WIDTH, randomised, tiny_model, token_ids, written
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -107,9 +107,8 @@ ALSO_FOUND = "q = p[..., :n]; k = p[..., n:]; y = q + k"
 
 def test_others_are_left() -> None:
     def found(statements: str) -> int:
-        lines = ["p = self.dense(x)", "n, m = self.n, self.m", *statements.split("; "), "return y"]
-        source = "def forward(self, x):\n" + "".join(f"    {line}\n" for line in lines)
-        forward = read_forward(Three.forward, source)
+        body = f"p = self.dense(x); n, m = self.n, self.m; {statements}; return y"
+        forward = read_forward(written(Packed, body, globals()).forward)
         assert isinstance(forward, Forward)
         return len(read_packed_slices(forward))
 
@@ -118,11 +117,7 @@ def test_others_are_left() -> None:
 
 
 def test_of_a_parameter_or_another_layer_they_are_left() -> None:
-    class OfAParameter(Packed):
-        def forward(self, p: Tensor) -> Tensor:
-            q = p[..., : self.n]
-            k = p[..., self.n :]
-            return self.child(q) + k
+    of_a_parameter = "q = p[..., : self.n]; k = p[..., self.n :]; return self.child(q) + k"
 
     class InAMatch(Packed):
         def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +129,7 @@ def test_of_a_parameter_or_another_layer_they_are_left() -> None:
                     y = p[..., self.n :]
             return y
 
-    for kind in (OfAParameter, InAMatch):
+    for kind in (written(Packed, of_a_parameter, globals(), "p"), InAMatch):
         assert not patch_model(kind(), patterns=("packed_slices",)).patched
     assert not patch_model(Three(), patterns=("packed_slices",), exclude=("dense",)).patched
     model = Three()
@@ -276,13 +271,8 @@ def test_transforms_and_traces(x: Tensor) -> None:
 
 def test_phi3() -> None:
     """Beside the other patterns; generation, too."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
-    ids = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.AutoConfig.for_model("phi3", **sizes, **ids)
-    torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
-    tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    model = tiny_model("Phi3ForCausalLM", COMMON).eval()
+    tokens = token_ids(2, 9)
 
     def run() -> dict[str, Tensor]:
         model.zero_grad()
@@ -290,16 +280,9 @@ def test_phi3() -> None:
         loss.backward()
         return {"loss": loss.detach(), "ids": model.generate(tokens, max_new_tokens=4), **parameter_gradients(model)}
 
-    expected = run()
-    report = patched_layers(model)
-    assert_equal(run(), expected)
+    report = patch_and_compare(model, run, relative=0.0, patterns=("packed_slices",))
+    assert [site.pattern for site in report.patched] == ["packed_slices"] * 2
     assert all(fused > 0 == back for fused, back in report.calls().values())
     unpatch_model(model)
     found = {site.name: f"{site.pattern}, {site.detail}" for site in patch_model(model).patched}
     assert all("packed_slices" in each for name, each in found.items() if name.endswith("self_attn"))
-
-
-def patched_layers(model: nn.Module) -> Any:
-    report = patch_model(model, patterns=("packed_slices",))
-    assert [site.pattern for site in report.patched] == ["packed_slices"] * 2
-    return report

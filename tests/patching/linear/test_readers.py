@@ -32,17 +32,15 @@ def n_sums(model: nn.Module, x: Tensor) -> int:
     return sum(each.calls for each in operators if each.name in ("aten::add", "aten::add_"))
 
 
-def test_gradients_and_no_sums_of_gradients(model: Any) -> None:
-    (x,) = inputs()
+def test_gradients_and_no_sums_of_gradients(model: Any, x: Tensor) -> None:
     assert_as_without(model, x)
     before = without_sharing(lambda: n_sums(model, x))
     # Each layer has two for the inputs of q, k and v, one for each of the residuals.
     assert n_sums(model, x) == before - 2 * 4
 
 
-def test_what_reads_a_gradient_sees_all_of_it(model: Any) -> None:
+def test_what_reads_a_gradient_sees_all_of_it(model: Any, x: Tensor) -> None:
     """Hooks on the tensor that is shared, and backwards for it alone."""
-    (x,) = inputs()
 
     def gradients() -> list[Tensor]:
         torch.manual_seed(1)
@@ -61,8 +59,7 @@ def test_what_reads_a_gradient_sees_all_of_it(model: Any) -> None:
         assert_agree(gradients(), expected)
 
 
-def test_a_branch_that_does_not_depend_on_the_layers(model: Any) -> None:
-    (x,) = inputs()
+def test_a_branch_that_does_not_depend_on_the_layers(model: Any, x: Tensor) -> None:
     for layer in model:
         layer.branch = lambda h: h.detach()
     assert_as_without(model, x)
@@ -83,17 +80,15 @@ def test_a_gradient_that_others_have_is_not_written_to() -> None:
         assert torch.equal(gradient, expected) and torch.equal(seen[0], expected)
 
 
-def test_layers_that_run_before_the_sum_in_backward(model: Any) -> None:
+def test_layers_that_run_before_the_sum_in_backward(model: Any, x: Tensor) -> None:
     """Their results are part of the loss, but not of the sum's branch."""
-    (x,) = inputs()
     for layer in model:
         layer.branch = lambda h, layer=layer: layer.side.append(h) or h.detach()
     assert_as_without(model, x)
 
 
-def test_a_backward_within_a_backward(model: Any) -> None:
+def test_a_backward_within_a_backward(model: Any, x: Tensor) -> None:
     """A reentrant checkpoint of a function that reads a tensor of its surroundings, which others have read before."""
-    (x,) = inputs()
 
     class Surrounded(nn.Module):
         def __init__(self) -> None:
@@ -112,16 +107,14 @@ def test_a_backward_within_a_backward(model: Any) -> None:
     assert_as_without(Surrounded(), x)
 
 
-def test_a_tensor_detached_in_place_before_the_sum(model: Any) -> None:
+def test_a_tensor_detached_in_place_before_the_sum(model: Any, x: Tensor) -> None:
     """The layers' gradient goes to what made the tensor, the sum's does not."""
-    (x,) = inputs()
     for layer in model:
         layer.between = lambda h: h.detach_().requires_grad_() if not h.is_leaf else None
     assert_as_without(model, x)
 
 
-def test_a_tensor_written_to_before_the_sum_is_read_itself(model: Any) -> None:
-    (x,) = inputs()
+def test_a_tensor_written_to_before_the_sum_is_read_itself(model: Any, x: Tensor) -> None:
     for parameter in model.parameters():  # or autograd refuses
         parameter.requires_grad_(parameter.dim() == 1)
     for layer in model:
@@ -131,16 +124,14 @@ def test_a_tensor_written_to_before_the_sum_is_read_itself(model: Any) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["mix.q", "expand.dense", "mixed.dense"])
-def test_frozen_layers(model: Any, frozen: str) -> None:
-    (x,) = inputs()
+def test_frozen_layers(model: Any, frozen: str, x: Tensor) -> None:
     for layer in model:
         layer.get_submodule(frozen).requires_grad_(False)
     assert_as_without(model, x)
 
 
-def test_results_that_are_kept_do_not_lead_into_a_graph_that_was_freed(model: Any) -> None:
+def test_results_that_are_kept_do_not_lead_into_a_graph_that_was_freed(model: Any, x: Tensor) -> None:
     """As a cache of keys and values does; the input is a leaf, and read again."""
-    (x,) = inputs()
     kept: list[Tensor] = []
     leaf = x.clone().requires_grad_()
     for layer in model:
@@ -149,8 +140,7 @@ def test_results_that_are_kept_do_not_lead_into_a_graph_that_was_freed(model: An
         model(leaf).sum().backward()
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_twice(model: Any) -> None:
-    (x,) = inputs()
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice(model: Any, x: Tensor) -> None:
     for _ in range(2):
         leaf = x.clone().requires_grad_()
         y = model(2.0 * leaf).square().sum()
@@ -159,9 +149,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice(model: Any) -> None
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(model: Any, use_reentrant: bool) -> None:
-    (x,) = inputs()
-
+def test_checkpointing(model: Any, use_reentrant: bool, x: Tensor) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -175,15 +163,13 @@ def test_checkpointing(model: Any, use_reentrant: bool) -> None:
     assert_as_without(Checkpointed(), x)
 
 
-def test_in_eval_mode_sums_are_as_ever(model: Any) -> None:
-    (x,) = inputs()
+def test_in_eval_mode_sums_are_as_ever(model: Any, x: Tensor) -> None:
     model.eval()
     assert_as_without(model, x)
 
 
-def test_nothing_is_kept_of_results_that_are_gone(model: Any) -> None:
+def test_nothing_is_kept_of_results_that_are_gone(model: Any, x: Tensor) -> None:
     """Also without a backward, and without the garbage collector."""
-    (x,) = inputs()
     step(model, x)
     gc.collect()
     before = len(readers.reads)
@@ -198,15 +184,14 @@ def test_nothing_is_kept_of_results_that_are_gone(model: Any) -> None:
 
 
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_what_was_read_is_freed_as_without_sharing(model: Any, use_checkpoint: bool) -> None:
+def test_what_was_read_is_freed_as_without_sharing(model: Any, use_checkpoint: bool, x: Tensor) -> None:
     """In a checkpoint by the end of its forward, else by that of the backward; the graph itself lives on."""
-    (x,) = inputs()
     read: list[weakref.ref[Tensor]] = []
     for layer in model:
         layer.between = lambda h: read.append(weakref.ref(h))
 
     def inner(h: Tensor) -> Tensor:
-        return model(2.0 * h)  # type: ignore[no-any-return]
+        return model(2.0 * h)
 
     for _ in range(2):
         read.clear()

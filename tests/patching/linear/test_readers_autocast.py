@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def test_autocast(model: Any) -> None:
-    (x,) = inputs()
+def test_autocast(model: Any, x: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert_as_without(model, x, relative=3e-2)
 
@@ -74,9 +73,8 @@ def pre_norm() -> Any:
     return model
 
 
-def test_under_autocast_a_norm_reads_the_gradient_of_layers_as_it_is(pre_norm: Any) -> None:
+def test_under_autocast_a_norm_reads_the_gradient_of_layers_as_it_is(pre_norm: Any, x: Tensor) -> None:
     """q, k and v share the cast of the norm's result, and there is none back."""
-    (x,) = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         assert_as_without(pre_norm, x, relative=3e-2)
         pre_norm[1].between = pre_norm[1].side.append  # the loss reads a norm's result, too
@@ -87,9 +85,8 @@ def test_under_autocast_a_norm_reads_the_gradient_of_layers_as_it_is(pre_norm: A
         assert n_casts(pre_norm, x) == 2 * (1 + 1)
 
 
-def test_under_autocast_what_reads_a_norms_gradient_sees_all_of_it(pre_norm: Any) -> None:
+def test_under_autocast_what_reads_a_norms_gradient_sees_all_of_it(pre_norm: Any, x: Tensor) -> None:
     """Hooks, also on a result that is gone, retain_grad, backwards for chosen tensors, and for the weights as well."""
-    (x,) = inputs()
 
     def gradients() -> list[Tensor]:
         found: list[Tensor] = []
@@ -159,9 +156,7 @@ def test_under_autocast_a_norms_gradient_is_not_filled_with_zeros(
     assert seen == [None, None]
 
 
-def test_under_autocast_a_backward_between_the_layers_and_the_norm(pre_norm: Any) -> None:
-    (x,) = inputs()
-
+def test_under_autocast_a_backward_between_the_layers_and_the_norm(pre_norm: Any, x: Tensor) -> None:
     def gradients() -> Outcome:
         pre_norm.zero_grad()
         losses: list[Tensor] = []
@@ -188,8 +183,7 @@ def without_norms() -> Any:
     return model
 
 
-def test_under_autocast_layers_read_a_sum_without_a_norm(without_norms: Any) -> None:
-    (x,) = inputs()
+def test_under_autocast_layers_read_a_sum_without_a_norm(without_norms: Any, x: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert_as_without(without_norms, x, relative=3e-2)
 

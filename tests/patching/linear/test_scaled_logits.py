@@ -12,7 +12,8 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import PATTERNS, patch_model, unpatch_model
 from onetrip.patching.linear import scaled_logits
 from outcomes import assert_equal, outcome, parameter_gradients
-from patching_cases import WIDTH, randomised, twice
+from pairwise import pairwise
+from patching_cases import WIDTH, randomised, twice, written
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -38,20 +39,9 @@ class Multiplied(Scaling):
         return logits
 
 
-class Divided(Scaling):
-    """As Granite's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x)
-        logits = self.head(h[:, 1:])
-        logits = logits / self.scale
-        return logits + h.sum()
-
-
-class Inline(Scaling):
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.head(self.body(x)) * self.scale
-        return logits
+GRANITE = "h = self.body(x); logits = self.head(h[:, 1:]); logits = logits / self.scale; return logits + h.sum()"
+Divided = written(Scaling, GRANITE, globals())
+Inline = written(Scaling, "logits = self.head(self.body(x)) * self.scale; return logits", globals())
 
 
 class Constant(Scaling):
@@ -61,55 +51,30 @@ class Constant(Scaling):
         return logits
 
 
-FOUND = (Multiplied, Divided, Inline, Constant)
+FOUND = {"multiplied": Multiplied, "divided": Divided, "inline": Inline, "constant": Constant}
 
 
-class ReadBefore(Scaling):
-    def forward(self, x: Tensor) -> Tensor:
-        raw = self.head(self.body(x))
-        logits = raw * self.scale
-        return logits + raw
-
-
-class OtherStatementBetween(Scaling):
-    def forward(self, x: Tensor) -> Tensor:
+LEFT = {
+    "read before": "raw = self.head(self.body(x)); logits = raw * self.scale; return logits + raw",
+    "another statement between": """
         logits = self.head(self.body(x))
         logits = logits + 1.0
         logits = logits * self.scale
-        return logits
-
-
-class ByATensorOfTheForward(Scaling):
-    def forward(self, x: Tensor) -> Tensor:
-        factor = x.mean()
-        logits = self.head(self.body(x)) * factor
-        return logits
-
-
-class ReadByAFunction(Scaling):
-    def forward(self, x: Tensor) -> Tensor:
+        return logits""",
+    "by a tensor of the forward": "factor = x.mean(); logits = self.head(self.body(x)) * factor; return logits",
+    "read by a function": """
         logits = self.head(self.body(x))
-        later = lambda: logits  # noqa: E731
+        later = lambda: logits
         scaled = logits * self.scale
-        return scaled + later()
-
-
-class InALoop(Scaling):
-    def forward(self, x: Tensor) -> Tensor:
+        return scaled + later()""",
+    "in a loop": """
         total = 0.0
         logits = self.head(self.body(x))
         for _ in range(2):
             scaled = logits * self.scale
             total = total + scaled
-        return total
-
-
-LEFT = (ReadByAFunction, InALoop, ReadBefore, OtherStatementBetween, ByATensorOfTheForward)
-
-
-def counts(report: Any) -> tuple[int, int]:
-    ((fused, fallen_back),) = report.calls().values()
-    return fused, fallen_back
+        return total""",
+}
 
 
 def patch(model: nn.Module) -> Any:
@@ -122,29 +87,27 @@ def passes(model: nn.Module, x: Tensor) -> int:
     return sum(each.bytes for each in found if each.name in ("aten::mul", "aten::div"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [0.0625, 8, -0.5, 2.0**-16])
-@pytest.mark.parametrize("kind", FOUND)
+@pairwise(kind=FOUND, scale=[0.0625, 8, -0.5, 2.0**-16], dtype=[torch.float32, torch.bfloat16])
 def test_the_same_bits_with_a_smaller_pass(kind: Any, scale: float, dtype: torch.dtype, x: Tensor) -> None:
     model, x = randomised(kind(scale)).to(dtype), x.to(dtype)
     expected, before = outcome(model, x), passes(model, x)
     report = patch(model)
     assert [site.pattern for site in report.patched] == ["scaled_logits"]
     assert_equal(outcome(model, x), expected)
-    assert counts(report) == (1, 0)
+    assert report.calls() == {"": (1, 0)}
     assert passes(model, x) < before
     unpatch_model(model)
     assert type(model) is kind
 
 
-@pytest.mark.parametrize("kind", FOUND)
+@pytest.mark.parametrize("kind", FOUND.values(), ids=FOUND)
 def test_under_autocast(kind: Any, x: Tensor) -> None:
     model = randomised(kind())
     with torch.autocast("cpu", torch.bfloat16):
         expected = outcome(model, x)
         report = patch(model)
         assert_equal(outcome(model, x), expected)
-    assert counts(report) == (1, 0)
+    assert report.calls() == {"": (1, 0)}
 
 
 def test_float16_is_scaled_after_the_product() -> None:
@@ -158,7 +121,7 @@ def test_float16_is_scaled_after_the_product() -> None:
     assert_equal(outcome(patched, h.half()), outcome(unpatched, h.half()))
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(patched.float()(h), unpatched.float()(h))
-    assert counts(report) == (0, 0)
+    assert report.calls() == {"": (0, 0)}
 
 
 def test_a_factor_of_one_costs_nothing(x: Tensor) -> None:
@@ -170,20 +133,20 @@ def test_a_factor_of_one_costs_nothing(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.3, 3, True, torch.tensor(0.5), 2.0**17, 2.0**-17], ids=str)
-@pytest.mark.parametrize("kind", [Multiplied, Divided])
+@pytest.mark.parametrize("kind", [Multiplied, Divided], ids=["multiplied", "divided"])
 def test_other_factors_scale_the_logits(kind: Any, scale: Any, x: Tensor) -> None:
     model = randomised(kind(scale))
     expected = outcome(model, x)
     report = patch(model)
     assert_equal(outcome(model, x), expected)
-    assert counts(report) == (0, 0)
+    assert report.calls() == {"": (0, 0)}
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
 def test_factors_without_an_inverse(scale: float, x: Tensor) -> None:
     report = patch(model := Multiplied(scale))
     model(x)
-    assert counts(report) == (0, 0)
+    assert report.calls() == {"": (0, 0)}
 
 
 def test_a_factor_that_is_trained(x: Tensor) -> None:
@@ -194,9 +157,9 @@ def test_a_factor_that_is_trained(x: Tensor) -> None:
     assert_equal(outcome(model, x), expected)
 
 
-@pytest.mark.parametrize("kind", LEFT)
-def test_forwards_that_are_left(kind: Any) -> None:
-    assert not patch(kind()).patched
+@pytest.mark.parametrize("name", LEFT)
+def test_forwards_that_are_left(name: str) -> None:
+    assert not patch(written(Scaling, LEFT[name], globals())()).patched
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"width": WIDTH}], ids=str)
@@ -204,27 +167,22 @@ def test_layers_that_are_left(options: Any) -> None:
     assert not patch(Multiplied(**options)).patched
 
 
-def change_hook(model: Any) -> None:
-    model.head.register_forward_hook(lambda *_: setattr(model, "scale", 0.25))
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda model: model.head.register_forward_hook(lambda *_: setattr(model, "scale", 0.25)),
+    "a bias": lambda model: setattr(model.head, "bias", nn.Parameter(torch.ones(VOCABULARY))),
+    "another layer": lambda model: setattr(model, "head", nn.Sequential(model.head)),
+}
 
 
-def change_bias(model: Any) -> None:
-    model.head.bias = nn.Parameter(torch.ones(VOCABULARY))
-
-
-def change_layer(model: Any) -> None:
-    model.head = nn.Sequential(model.head)
-
-
-@pytest.mark.parametrize("change", [change_hook, change_bias, change_layer])
-def test_changes_after_patching_scale_the_logits(change: Callable[[Any], None], x: Tensor) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_after_patching_scale_the_logits(name: str, x: Tensor) -> None:
     model = randomised(Multiplied())
     unpatched = copy.deepcopy(model)
     report = patch(model)
     for each in (model, unpatched):
-        change(each)
+        CHANGES[name](each)
     assert_equal(outcome(model, x), outcome(unpatched, x))
-    assert counts(report) == (0, 0)
+    assert report.calls() == {"": (0, 0)}
 
 
 class Added(Tensor):
@@ -240,7 +198,7 @@ def test_tensors_of_a_user_s_class(x: Tensor) -> None:
     expected = model(x.as_subclass(Added))
     report = patch(model)
     assert torch.equal(model(x.as_subclass(Added)), expected)
-    assert counts(report) == (0, 0)
+    assert report.calls() == {"": (0, 0)}
 
 
 def test_excluded() -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import outcomes
 import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import calls, patch_model, unpatch_model
-from outcomes import assert_agree, assert_equal
-from patching_cases import WIDTH, Projections, inputs, randomised
+from outcomes import assert_agree, assert_equal, patch_and_compare, penalty_gradients
+from patching_cases import WIDTH, Projections, inputs, randomised, written
 from torch import Tensor, nn
 
 
@@ -45,52 +46,25 @@ class Chosen(Attention):
         return self.out(torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v)
 
 
-class ChangedBetween(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        x = 2 * x
-        q = self.q(x)
-        with torch.no_grad():
-            x += 0.0
-        return self.out(q * self.k(x) + self.v(x))
-
-
-class ScaledBetween(Attention):
-    """In place, as autograd allows where no weight's gradient needs the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = 2 * x
-        q = self.q(x)
-        x.mul_(3.0)
-        return self.out(q * self.k(x) * self.v(x))
-
-
-class Unused(Attention):
-    """The first layer's result, and the last one's, are not part of the loss."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.q(x)
-        y = self.out(self.k(x))
-        self.v(x)
-        return y
-
-
-class InPlace(Attention):
-    """Results are written to, as GPT-NeoX scales its queries."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).mul_(0.5)
-        k = self.k(x).add_(1.0)
-        return self.out(q * k)
-
-
-FUSED = {Attention: 3, Chosen: 3, Unused: 3, InPlace: 2}
+FUSED = {
+    "attention": (Attention, 3),
+    "chosen": (Chosen, 3),
+    # The first layer's result, and the last one's, are not part of the loss.
+    "unused": (written(Attention, "self.q(x); y = self.out(self.k(x)); self.v(x); return y", globals()), 3),
+    # Results are written to, as GPT-NeoX scales its queries.
+    "in place": (
+        written(Attention, "q = self.q(x).mul_(0.5); k = self.k(x).add_(1.0); return self.out(q * k)", globals()), 2
+    ),
+}  # fmt: skip
 
 
 outcome = functools.partial(outcomes.outcome, is_leaf=False)
 
 
 def test_an_input_that_was_scaled_between_two_layers_has_its_own_gradient() -> None:
-    model, (x,) = randomised(ScaledBetween()), inputs()
+    """In place, as autograd allows where no weight's gradient needs the input."""
+    body = "x = 2 * x; q = self.q(x); x.mul_(3.0); return self.out(q * self.k(x) * self.v(x))"
+    model, (x,) = randomised(written(Attention, body, globals())()), inputs()
     for layer in (model.q, model.k, model.v):
         layer.requires_grad_(False)
     expected = outcome(model, x)
@@ -98,8 +72,9 @@ def test_an_input_that_was_scaled_between_two_layers_has_its_own_gradient() -> N
     assert_agree(outcome(model, x), expected)
 
 
-@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
-def test_gradients_are_the_unpatched_model_s(make: type[Attention]) -> None:
+@pytest.mark.parametrize("name", FUSED)
+def test_gradients_are_the_unpatched_model_s(name: str) -> None:
+    make, n_calls = FUSED[name]
     model, (x,) = randomised(make()), inputs()
     expected = outcome(model, x)
     report = patch_model(model)
@@ -107,20 +82,19 @@ def test_gradients_are_the_unpatched_model_s(make: type[Attention]) -> None:
     ours = outcome(model, x)
     assert torch.equal(ours["y"], expected["y"])
     assert_agree(ours, expected)
-    assert report.calls() == {"": (FUSED[make], 0)}
+    assert report.calls() == {"": (n_calls, 0)}
     unpatch_model(model)
     assert_equal(outcome(model, x), expected)
 
 
 def test_layers_of_two_tensors_in_one_forward() -> None:
     model, (x,) = randomised(Chosen()), inputs()
-    expected = outcome(model, x, x.flip(0))
-    patch_model(model)
-    assert_agree(outcome(model, x, x.flip(0)), expected)
+    patch_and_compare(model, lambda: outcome(model, x, x.flip(0)))
 
 
 def test_a_tensor_written_to_between_two_layers_raises_as_ever() -> None:
-    model, (x,) = randomised(ChangedBetween()), inputs()
+    body = "x = 2 * x; q = self.q(x); with torch.no_grad(): x += 0.0; return self.out(q * self.k(x) + self.v(x))"
+    model, (x,) = randomised(written(Attention, body, globals())()), inputs()
     patch_model(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outcome(model, x)
@@ -154,29 +128,24 @@ def test_small_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.calls() == {"": (0, 0)}
 
 
-def hooked(model: Attention) -> None:
-    model.k.register_forward_hook(lambda module, args, y: 2.0 * y)
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * super().forward(input)
 
 
-def subclassed(model: Attention) -> None:
-    class Doubled(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return 2.0 * super().forward(input)
-
-    model.k = Doubled(WIDTH, WIDTH, bias=False)
-
-
-def frozen(model: Attention) -> None:
-    for parameter in (model.q.weight, model.v.bias):
-        parameter.requires_grad_(False)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hooked": lambda model: model.k.register_forward_hook(lambda module, args, y: 2.0 * y),
+    "subclassed": lambda model: setattr(model, "k", Doubled(WIDTH, WIDTH, bias=False)),
+    "frozen": lambda model: [each.requires_grad_(False) for each in (model.q.weight, model.v.bias)],
+}
 
 
-@pytest.mark.parametrize("change", [hooked, subclassed, frozen])
-def test_layers_changed_after_patching(change: Callable[[Attention], None]) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_changed_after_patching(name: str) -> None:
     model, (x,) = randomised(Attention()), inputs()
     patch_model(model)
     torch.manual_seed(0)
-    change(model)
+    CHANGES[name](model)
     assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
 
 
@@ -196,8 +165,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert_agree(ours, expected, 3e-2)
 
 
-def test_the_input_is_cast_once_where_saved_tensors_are_packed() -> None:
-    (x,) = inputs()
+def test_the_input_is_cast_once_where_saved_tensors_are_packed(x: Tensor) -> None:
     model = randomised(Attention())
     patch_model(model)
     cast = (2.0 * x).bfloat16()
@@ -217,15 +185,9 @@ def test_the_input_is_cast_once_where_saved_tensors_are_packed() -> None:
 
 def test_second_derivatives() -> None:
     model, (x,) = randomised(Attention()).double(), inputs()
-
-    def penalty(x: Tensor) -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(2.0 * leaf).square().sum(), leaf, create_graph=True)
-        return [each.double() for each in torch.autograd.grad(gradient.square().sum(), list(model.parameters()))]
-
-    expected = penalty(x.double())
+    expected = penalty_gradients(model, x.double())
     patch_model(model.float())
-    assert_agree(penalty(x), expected, relative=1e-4)
+    assert_agree(penalty_gradients(model, x), expected, relative=1e-4)
 
 
 @pytest.mark.parametrize("make", [Attention, Chosen])

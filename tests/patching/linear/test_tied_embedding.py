@@ -13,10 +13,10 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear import tied_embedding
-from outcomes import Outcome, assert_agree, assert_equal, parameter_gradients
+from outcomes import Outcome, assert_agree, assert_equal, parameter_gradients, patch_and_compare
+from patching_cases import HIDDEN, build
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 VOCABULARY, WIDTH = 8192, 32  # as small as is worth it
 
@@ -124,35 +124,12 @@ def test_no_pass_over_the_matrix_is_left() -> None:
     assert large_tensors(model, ids) == 0
 
 
-TINY = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-SEQ2SEQ = {"d_model": 64, "decoder_start_token_id": 0, "pad_token_id": 0}
-LAYERS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "bert": (AutoModelForMaskedLM, TINY),
-    "gpt2": (AutoModelForCausalLM, {"n_embd": 64, "n_layer": 1, "n_head": 2}),
-    "t5": (AutoModelForSeq2SeqLM, {**SEQ2SEQ, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}),
-    "bart": (AutoModelForSeq2SeqLM, {**SEQ2SEQ, **LAYERS, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}),
-}
-
-
 @pytest.mark.parametrize("patterns", [None, ("tied_embedding", "linear_cross_entropy")], ids=["default", "loss"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "bart"])
 def test_models_of_transformers(kind: str, patterns: Any) -> None:
-    auto, options = MODELS[kind]
-    config = CONFIG_MAPPING[kind](vocab_size=VOCABULARY, tie_word_embeddings=True, **options)
-    torch.manual_seed(0)
-    model = auto.from_config(config)
-    for module in model.modules():  # masks differ from torch's
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for name in ("attention_dropout", "dropout", "activation_dropout"):
-        for module in model.modules():
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    model.train()
+    model = build(kind, vocab_size=VOCABULARY, tie_word_embeddings=True).train()
     ids = some_ids()
-
-    table = next(p for p in model.parameters() if p.shape == (VOCABULARY, 64))
+    table = next(p for p in model.parameters() if p.shape == (VOCABULARY, HIDDEN))
 
     def run() -> Tensor:
         model.zero_grad()
@@ -211,25 +188,17 @@ def test_an_embedding_without_its_layer_makes_no_endless_chain() -> None:
     assert left is not None and left.n_readers <= tied_embedding._LONGEST
 
 
-def replaced(model: Any) -> None:
-    model.embed.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
-
-
-def moved(model: Any) -> None:
-    model.embed.weight.data = model.embed.weight.data.clone().mul_(2.0)
-
-
-def frozen(model: Any) -> None:
-    model.embed.weight.requires_grad_(False)
-
-
-def hooked(model: Any) -> None:
-    model.head.register_forward_hook(lambda module, args, y: 2.0 * y)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "replaced": lambda model: setattr(model.embed, "weight", nn.Parameter(torch.randn(VOCABULARY, WIDTH))),
+    "moved": lambda model: setattr(model.embed.weight, "data", 2.0 * model.embed.weight.data),
+    "frozen": lambda model: model.embed.weight.requires_grad_(False),
+    "hooked": lambda model: model.head.register_forward_hook(lambda module, args, y: 2.0 * y),
+}
 
 
 @pytest.mark.parametrize("is_between", [False, True], ids=["before", "between the readers"])
-@pytest.mark.parametrize("change", [replaced, moved, frozen, hooked])
-def test_changes_after_patching(change: Callable[[Any], None], is_between: bool) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_after_patching(name: str, is_between: bool) -> None:
     model, ids = made(), some_ids()
     patch_model(model)
     theirs = unpatch_model(copy.deepcopy(model))
@@ -237,10 +206,10 @@ def test_changes_after_patching(change: Callable[[Any], None], is_between: bool)
     def run(model: Any) -> Outcome:
         torch.manual_seed(1)
         if not is_between:
-            change(model)
+            CHANGES[name](model)
         x = model.embed(ids)
         if is_between:
-            change(model)
+            CHANGES[name](model)
         model.head(x).square().mean().backward()
         return parameter_gradients(model)
 
@@ -288,9 +257,7 @@ def test_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return gradients(model, ids)
 
-    expected = run()
-    patch_model(model)
-    assert_agree(run(), expected, 1e-6)
+    patch_and_compare(model, run, relative=1e-6)
 
 
 def test_second_derivatives() -> None:

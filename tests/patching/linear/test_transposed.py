@@ -13,7 +13,7 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import calls, patch_model
-from outcomes import Outcome, assert_agree, outcome
+from outcomes import Outcome, assert_agree, outcome, patch_and_compare
 from patching_cases import WIDTH, randomised
 from torch import Tensor, nn
 from torch.nn import functional
@@ -72,9 +72,7 @@ def test_autocast(model: Any, dtype: torch.dtype, x: Tensor) -> None:
         with torch.autocast("cpu", dtype):
             return outcome(model, x)
 
-    expected = found()
-    patch_model(model)
-    assert_agree(found(), expected, relative=2e-2)
+    patch_and_compare(model, found, relative=2e-2)
 
 
 def test_hooks_see_the_whole_result(model: Any, x: Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from onetrip.patching import links, patch_model, unpatch_model
 from outcomes import assert_agree, outcome, patched_pair
-from patching_cases import WIDTH, Block, inputs, randomised, renames, twice
+from patching_cases import WIDTH, Block, inputs, randomised, renames, twice, written
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -60,54 +60,52 @@ class Calls(Block):
         return a + self.child(self.rms(a))
 
 
-class Assigns(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        residual = a
-        branch = self.child(self.post(a))
-        a = branch + residual
-        return a
-
-
-class Unpacks(Calls):
-    """As a GPT-2 block, with a norm after the sum."""
-
+class OfAttention(Calls):
     def __init__(self) -> None:
         super().__init__(Attention)
 
-    def forward(self, a: Tensor) -> Tensor:
-        residual = a
-        out, _ = self.child(self.rms(a), other=a)
-        a = residual + out
-        return self.post(a)
 
-
-class Indexes(Unpacks):
-    def forward(self, a: Tensor) -> Tensor:
-        a = self.post(a + self.child(a)[0])
-        return a
-
-
-class DropsItself(Calls):
-    """As a BART layer."""
-
+class OfLinear(Calls):
     def __init__(self) -> None:
         super().__init__(Linear)
 
-    def forward(self, a: Tensor) -> Tensor:
+
+def calls(body: str, base: type[Calls] = Calls) -> Any:
+    return written(base, body, globals(), "a")
+
+
+Assigns = calls("residual = a; branch = self.child(self.post(a)); a = branch + residual; return a")
+Unpacks = calls(
+    "residual = a; out, _ = self.child(self.rms(a), other=a); a = residual + out; return self.post(a)", OfAttention
+)
+"""As a GPT-2 block, with a norm after the sum."""
+FORWARDS = {
+    "calls": Calls,
+    "assigns": Assigns,
+    "unpacks": Unpacks,
+    "indexes": calls("a = self.post(a + self.child(a)[0]); return a", OfAttention),
+    "drops itself (BART)": calls(
+        """
         residual = a
         a, _ = self.child(a)
         a = functional.dropout(a, p=self.rate, training=self.training)
         a = residual + a
-        return self.post(a)
-
-
-class DropsInAModule(DropsItself):
-    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a)""",
+        OfLinear,
+    ),
+    "drops in a module": calls(
+        "residual = a; a, _ = self.child(a); a = self.drop(a); a = a + residual; return a", OfLinear
+    ),
+    # As a GPT-J block: the first addition of two is fused.
+    "three terms": calls(
+        """
         residual = a
-        a, _ = self.child(a)
-        a = self.drop(a)
-        a = a + residual
-        return a
+        a = self.rms(a)
+        out, _ = self.child(a, other=a)
+        return out + self.second(a) + residual""",
+        OfAttention,
+    ),
+}
 
 
 class RenamingMlp(Mlp):
@@ -168,18 +166,8 @@ def assert_same(block: nn.Module, original: nn.Module) -> None:
     assert_agree(outcome(block, *inputs()), outcome(original, *inputs()))
 
 
-class ThreeTerms(Unpacks):
-    """As a GPT-J block: the first addition of two is fused."""
-
-    def forward(self, a: Tensor) -> Tensor:
-        residual = a
-        a = self.rms(a)
-        out, _ = self.child(a, other=a)
-        return out + self.second(a) + residual
-
-
 @pytest.mark.parametrize(
-    "make", [Calls, CallsByAnOldName, Assigns, Unpacks, Indexes, DropsItself, DropsInAModule, InAMethod, ThreeTerms]
+    "make", [*FORWARDS.values(), CallsByAnOldName, InAMethod], ids=[*FORWARDS, "old name", "method"]
 )
 def test_the_sum_adds_the_bias_and_applies_the_dropout(make: type[Block], fused: list[tuple[bool, float]]) -> None:
     block, original, report = patched_pair(randomised(make()))
@@ -190,9 +178,9 @@ def test_the_sum_adds_the_bias_and_applies_the_dropout(make: type[Block], fused:
     assert fused[1:] == [(True, 0.4)]
 
 
-@pytest.mark.parametrize("make", [Calls, Assigns, Unpacks, DropsInAModule])
-def test_every_element_is_dropped_once_and_its_gradient_with_it(make: type[Block]) -> None:
-    block = randomised(make()).train()
+@pytest.mark.parametrize("name", ["calls", "assigns", "unpacks", "drops in a module"])
+def test_every_element_is_dropped_once_and_its_gradient_with_it(name: str) -> None:
+    block = randomised(FORWARDS[name]()).train()
     block.post = nn.Identity()
     block, full, _ = patched_pair(block)
     full.eval()
@@ -245,76 +233,52 @@ class Scaled(Mlp):
         return 3.0 * super().forward(h)
 
 
-def _replaced(block: Any) -> None:
-    block.child.__class__ = Scaled
-
-
-def _overridden(block: Any) -> None:
+def overridden(block: Any) -> None:
     forward = block.child.forward
     block.child.forward = lambda h: 2.0 * forward(h)
 
 
-def _wrapped_dropout(block: Any) -> None:
-    block.child.drop = nn.Sequential(nn.Dropout(0.0), nn.Tanh())
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another class": lambda block: setattr(block.child, "__class__", Scaled),
+    "a forward": overridden,
+    "another dropout": lambda block: setattr(block.child, "drop", nn.Sequential(nn.Dropout(0.0), nn.Tanh())),
+    "a hook": lambda block: block.child.down.register_forward_hook(lambda module, args, output: output.tanh()),
+}
 
 
-def _hooked_linear(block: Any) -> None:
-    block.child.down.register_forward_hook(lambda module, args, output: output.tanh())
-
-
-@pytest.mark.parametrize("change", [_replaced, _overridden, _wrapped_dropout, _hooked_linear])
-def test_a_child_that_changes_after_patching_is_called(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_child_that_changes_after_patching_is_called(name: str) -> None:
     block, original, _ = patched_pair(randomised(Assigns()))
-    change(block)
-    change(original)
+    for each in (block, original):
+        CHANGES[name](each)
     assert_same(block, original)
 
 
-class ReadsTwice(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        branch = self.child(a)
-        z = a + branch
-        return self.post(z) * branch
-
-
-class ReadsInBetween(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        branch = self.child(a)
-        branch = branch.clamp(-1.0, 1.0)
-        a = branch + a
-        return a
-
-
-class Returns(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        return self.child(a)
-
-
-class Broadcasts(Calls):
-    def forward(self, a: Tensor) -> Tensor:
-        return self.child(a[:, :1]) + a
-
-
-class InALoop(Calls):
-    def forward(self, a: Tensor) -> Tensor:
+OTHER_USES = {
+    "reads twice": "branch = self.child(a); z = a + branch; return self.post(z) * branch",
+    "reads in between": "branch = self.child(a); branch = branch.clamp(-1.0, 1.0); a = branch + a; return a",
+    "returns": "return self.child(a)",
+    "broadcasts": "return self.child(a[:, :1]) + a",
+    "in a loop": """
         branch = torch.zeros_like(a)
         for _ in range(2):
             a = a + branch.detach()
             branch = self.child(a)
             a = a + branch
-        return a
+        return a""",
+}
 
 
 class StaticMethod(InAMethod):
     @staticmethod
-    def branch(a: Tensor) -> Tensor:  # type: ignore[override]
+    def branch(a: Tensor) -> Tensor:
         return functional.dropout(a, p=0.5, training=False)
 
 
 class OfTheInstance(InAMethod):
     def __init__(self) -> None:
         super().__init__()
-        self.branch = self.second  # type: ignore[method-assign, assignment]
+        self.branch = self.second
 
 
 class OverriddenMethod(InAMethod):
@@ -324,7 +288,10 @@ class OverriddenMethod(InAMethod):
 
 @pytest.mark.parametrize(
     "make",
-    [ReadsTwice, ReadsInBetween, Returns, Broadcasts, InALoop, StaticMethod, OfTheInstance, OverriddenMethod],
+    [
+        *(pytest.param(calls(body), id=name) for name, body in OTHER_USES.items()),
+        *(StaticMethod, OfTheInstance, OverriddenMethod),
+    ],
 )
 def test_other_uses_of_children_and_methods_compute_what_they_computed(make: type[Block]) -> None:
     block, original, _ = patched_pair(randomised(make()))
@@ -347,27 +314,18 @@ def test_torchs_own_layers(kind: Any, norm_first: bool, fused: list[tuple[bool, 
     assert_agree(outcome(layer, *arguments), outcome(original, *arguments))
 
 
-class UnderNoGrad(Mlp):
-    def forward(self, h: Tensor) -> Tensor:
+CHILDREN = {
+    "under no_grad": """
         with torch.no_grad():
             h = self.up(h)
             h = self.down(h)
-            return self.drop(h)
-
-
-class DropsInPlace(Mlp):
-    def forward(self, h: Tensor) -> Tensor:
+            return self.drop(h)""",
+    "drops in place": """
         h = self.up(h)
         functional.dropout(h, 0.4, self.training, True)
-        return functional.dropout(h, 0.4, self.training, True)
-
-
-class KeepsItsOutput(Mlp):
-    def forward(self, h: Tensor) -> Tensor:
-        h = self.down(self.up(h))
-        out = self.drop(h)
-        self.kept = (out, h)
-        return out
+        return functional.dropout(h, 0.4, self.training, True)""",
+    "keeps its output": "h = self.down(self.up(h)); out = self.drop(h); self.kept = (out, h); return out",
+}
 
 
 class Decorated(Mlp):
@@ -382,7 +340,11 @@ class CallsDifferently(Mlp):
 
 
 @pytest.mark.parametrize(
-    "child", [DoubledMlp, FrozenMlp, UnderNoGrad, DropsInPlace, KeepsItsOutput, Decorated, CallsDifferently]
+    "child",
+    [
+        *(pytest.param(written(Mlp, body, globals(), "h"), id=name) for name, body in CHILDREN.items()),
+        *(DoubledMlp, FrozenMlp, Decorated, CallsDifferently),
+    ],
 )
 def test_other_children_are_called(child: type[nn.Module], fused: list[tuple[bool, float]]) -> None:
     block, original, _ = patched_pair(randomised(Assigns(child)))
@@ -419,7 +381,7 @@ def test_a_checkpointed_child_is_called(fused: list[tuple[bool, float]]) -> None
     """Its second forward would run outside the checkpoint."""
     layers = pytest.importorskip("transformers.modeling_layers")
 
-    class Checkpointed(Mlp, layers.GradientCheckpointingLayer):  # type: ignore[misc, name-defined]
+    class Checkpointed(Mlp, layers.GradientCheckpointingLayer):
         def forward(self, h: Tensor) -> Tensor:
             h = self.down(self.up(h))
             return self.drop(h)

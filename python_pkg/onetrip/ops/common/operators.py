@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tracing import reject_onnx_export
+from .tracing import refuse_double_backward, reject_onnx_export
 
 library = torch.library.Library("onetrip", "FRAGMENT")
 
@@ -36,18 +36,15 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     torch.library.register_fake(f"onetrip::{name}", fake_in_graph, lib=library)
 
 
-def register_gradients(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """save(ctx, inputs, output) and backward(ctx, *gradients), as those of an autograd.Function."""
-    torch.library.register_autograd(f"onetrip::{name}", backward, setup_context=save, lib=library)
+def register_gradients(
+    name: str, save: Callable[..., None], backward: Callable[..., Any], *, again: bool = False
+) -> None:
+    """save(ctx, inputs, output) and backward(ctx, *gradients), as those of an autograd.Function. again: whether what
+    backward returns can be differentiated; else it raises RuntimeError where that is wanted."""
 
+    def backward_once(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_double_backward(name)
+        return backward(ctx, *grads)
 
-def register_backward(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """An operator of a backward pass: gradients of what it returns raise RuntimeError."""
-    name, _, _ = schema.partition("(")
-    family = name.removesuffix("_backward")
-
-    def refuse(ctx: Any, *grads: Tensor | None) -> None:
-        raise RuntimeError(f"onetrip: gradients of {family} operators cannot be differentiated again")
-
-    register(schema, run, fake)
-    torch.library.register_autograd(f"onetrip::{name}", refuse, lib=library)
+    run = backward if again else backward_once
+    torch.library.register_autograd(f"onetrip::{name}", run, setup_context=save, lib=library)

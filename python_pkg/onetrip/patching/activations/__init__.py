@@ -37,10 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import ops
 from ..calls import Configuration, configuration, original_class
-from ..classes import Rewrite
 from ..clones import clone
-from ..forward import Forward, child_at, has_bias_at
-from ..rewriting import Rewriting
+from ..forward import child_at, has_bias_at
+from ..rewriting import InForward, Rewriting
 from ..source import is_pure, resolve
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
 from .fused import FORMULAS, Activated, Gated, is_alpha, is_limit
@@ -52,7 +51,6 @@ __all__ = [
     "Activations",
     "FoundActivation",
     "choose_activations",
-    "read_activations",
     "recognise_activation",
 ]
 
@@ -209,12 +207,11 @@ def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> boo
     )
 
 
-@dataclass(frozen=True)
-class Activations:
+class Activations(InForward):
     """A module whose forward has activations to fuse, as a site."""
 
-    forward: Forward
-    chosen: tuple[Choice, ...]
+    patterns, in_wrapper = PATTERNS, True
+    read = staticmethod(read_activations)
 
     @property
     def pattern(self) -> str:
@@ -225,15 +222,14 @@ class Activations:
     def detail(self) -> str:
         return ", ".join(sorted({choice.fused.activation for choice in self.chosen}))
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with its activations fused."""
-        rewriting, method = Rewriting(self.forward), self.forward.method
+    def put(self, rewriting: Rewriting) -> None:
+        """Fused calls in place of the activations."""
+        method = "" if self.forward.method == "forward" else f"{self.forward.method}_"
         for index, choice in enumerate(self.chosen):
             kind = "activated" if choice.found.product is None else "gated"
-            _put(rewriting, f"{kind}_{index}_" if method == "forward" else f"{kind}_{index}_{method}_", choice)
-        return rewriting.rewrite(self.pattern)
+            _put(rewriting, f"{kind}_{index}_{method}", choice)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless each activation, fused, computes what the module's own does."""
         device, dtype = kind_of(module)
         with MaskedDropout():

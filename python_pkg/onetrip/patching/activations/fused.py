@@ -147,7 +147,7 @@ def _probability(dropout: Any) -> tuple[float, Callable[[Tensor], Tensor]]:
         return 0.0, partial(_dropped, dropout=dropout)
     if isinstance(dropout, (int, float)):
         return dropout, _as_it_is
-    if is_plain(dropout, nn.Dropout) and not dropout.inplace:
+    if calls.is_plain_dropout(dropout):
         return dropout.p if dropout.training else 0.0, _as_it_is
     return 0.0, dropout
 

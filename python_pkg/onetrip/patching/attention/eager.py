@@ -74,17 +74,18 @@ class EagerFunction:
     function: Callable[..., Any]
     source: str
     """`def attention(...)` with the original's parameters. compile supplies the names that end in _."""
-    has_mask: bool
-    """Whether it adds its mask; otherwise it ignores it."""
-    has_softcap: bool
-    has_position_bias: bool
-    has_sinks: bool
-    returns_weights: bool = True
-    has_bool_mask: bool = False
+    layers: frozenset[str]
+    """Which of LAYERS it has; without "mask" it ignores its mask."""
+    is_sdpa: bool = False
+    """Whether it takes a bool mask, too, and returns no weights."""
     needs_mask: bool = False
     """Whether it adds its mask without a test for None."""
     takes_sinks: bool = False
     """Whether sinks are its argument, of that name; otherwise they are the module's."""
+
+    @property
+    def has_sinks(self) -> bool:
+        return not self.layers.isdisjoint(("sinks", "optional_sinks"))
 
     def compile(self, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The fused function. replaced: other values for names in the source; verification pins the rng."""
@@ -256,10 +257,7 @@ def attention({ast.unparse(without_annotations(arguments))}):
     return EagerFunction(
         function,
         source,
-        has_mask="mask" in layers,
-        has_softcap="softcap" in layers,
-        has_position_bias="bias" in layers,
-        has_sinks=sinks != "None",
+        frozenset(layers),
         needs_mask=needs_mask,
         takes_sinks="optional_sinks" in layers and any(argument.arg == "sinks" for argument in arguments.args),
     )

@@ -10,18 +10,16 @@ the layers read them next, which saves three more copies.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import calls
-from ..classes import Rewrite
-from ..forward import Forward, linear_at, places, writes_to_tensors
-from ..rewriting import Rewriting
+from ..forward import Forward, places, writes_to_tensors
+from ..rewriting import InForward, Rewriting
 from ..source import calls_in, first_match
 from ..verify import VerificationError, kind_of, undisturbed
 from .interface import attention_functions, is_of_transformers
@@ -31,23 +29,20 @@ PATTERN = "attention_heads"
 _SHAPES = frozenset({"shape", "device", "dtype"})
 
 
-@dataclass(frozen=True, eq=False)
-class FoundHeads:
-    """What a forward copies for its attention function."""
+class _Copy(NamedTuple):
+    """`x.contiguous()`, where x is a view of what the linear layer at the path made."""
 
-    copies: tuple[tuple[ast.Call, str], ...]
-    """(`x.contiguous()`, path of the linear layer that x is a view of)."""
-    questions: tuple[ast.expr, ...]
-    """The expressions that give the function."""
+    call: ast.Call
+    path: str
 
 
-def read_heads(forward: Forward) -> FoundHeads | None:
+def read_heads(forward: Forward) -> list[_Copy]:
     """The copies of what only attention functions and caches read."""
     tree = forward.tree
     if writes_to_tensors(tree):  # a view and what it is of are one tensor
-        return None
+        return []
     functions = attention_functions(forward)
-    copies: dict[str, list[tuple[ast.Call, str]]] = {}
+    copies: dict[str, list[_Copy]] = {}
     known: set[int] = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _SHAPES
     }
@@ -72,11 +67,10 @@ def read_heads(forward: Forward) -> FoundHeads | None:
             known |= {id(argument) for argument in call.args}
     reads = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     others = {node.id for node in reads if id(node) not in known}
-    found = tuple(copy for name, same in copies.items() if name not in others for copy in same)
-    return FoundHeads(found, tuple(node for nodes in functions.values() for node in nodes)) if found else None
+    return [copy for name, same in copies.items() if name not in others for copy in same]
 
 
-def _copy(forward: Forward, expression: ast.expr) -> tuple[ast.Call, str] | None:
+def _copy(forward: Forward, expression: ast.expr) -> _Copy | None:
     """`self.path(x).view(...).transpose(1, 2).contiguous()`, and its path. The layer's result may be scaled."""
     copied = first_match(("X.transpose(1, 2).contiguous()",), expression)
     match None if copied is None else copied[1]["X"]:
@@ -84,7 +78,7 @@ def _copy(forward: Forward, expression: ast.expr) -> tuple[ast.Call, str] | None
             if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Mult):
                 made = made.left
             called = forward.called(made)
-            return None if called is None else (expression, called[0])  # type: ignore[return-value]
+            return None if called is None else _Copy(expression, called[0])  # type: ignore[arg-type]
     return None
 
 
@@ -104,35 +98,22 @@ def _is_laid_out_anew(tree: ast.FunctionDef, call: ast.Call) -> bool:
     return False
 
 
-def choose_heads(module: nn.Module, found: FoundHeads | None, excluded: Container[int]) -> FoundHeads | None:
-    """Those that a plain nn.Linear makes."""
-    if found is None:
-        return None
-    copies = tuple(copy for copy in found.copies if linear_at(module, copy[1], excluded) is not None)
-    return FoundHeads(copies, found.questions) if copies else None
-
-
-@dataclass(frozen=True)
-class Heads:
+class Heads(InForward):
     """A module that copies what its attention function reads, as a site."""
 
-    forward: Forward
-    found: FoundHeads
-    pattern = PATTERN
-    detail = ""
+    patterns, is_minor = (PATTERN,), True
+    read = staticmethod(read_heads)
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with heads in place of `contiguous`."""
-        rewriting = Rewriting(self.forward)
-        for call, _ in self.found.copies:
-            copied = rewriting.copy_of(call)
-            copied.func, copied.args = ast.Name("heads_"), [ast.Name(rewriting.own), copied.func.value]
-        for question in self.found.questions:
-            rewriting.put_around(question, "reading_views_")
+    def put(self, rewriting: Rewriting) -> None:
+        """heads in place of `contiguous`, and reading_views around what gives the function."""
         rewriting.constants |= {"heads_": heads, "reading_views_": reading_views}
-        return rewriting.rewrite(PATTERN)
+        for call, _ in self.chosen:
+            rewriting.put_other_call(call, "heads_", rewriting.copy_of(call).func.value)
+        for questions in attention_functions(self.forward).values():
+            for question in questions:
+                rewriting.put_around(question, "reading_views_")
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless SDPA computes the same of small views on the module's device."""
         device, dtype = kind_of(module)
         with undisturbed(device):

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from ...cpu_advice import multiplies_bfloat16_in_vectors
 from ...ops.common.tracing import is_traced, is_transformed, watched_as
 from ..calls import count_fallback, original_class
-from ..classes import Rewrite, method_of
+from ..classes import method_of
 from ..forward import Forward, read_forward
 from ..report import Unsuitable
-from ..rewriting import Rewriting
+from ..rewriting import InForward, Rewriting
 from ..source import calls_in, deep_copy
 from ..verify import kind_of
 from . import one_mask
@@ -148,17 +148,17 @@ class Interface:
             if not (replace_sdpa or self._may_drop(module) or _is_bfloat16_on_cpu(module)):
                 return SDPA_IN_USE
             shares_mask = shares_mask and not replace_sdpa and self._passes_mask()
-            return Attention(self, sdpa_function(function), not replace_sdpa, shares_mask)
+            return Attention(self.forward, self.questions, sdpa_function(function), not replace_sdpa, shares_mask)
         if _is_for_a_library(function):
             return Unsuitable("other_attention_in_use", function.__name__)
         found = read_eager_function(function)
-        return found if isinstance(found, Unsuitable) else Attention(self, found)
+        return found if isinstance(found, Unsuitable) else Attention(self.forward, self.questions, found)
 
     def mask_site(self, module: nn.Module) -> OneMask | None:
         """Of a module that calls SDPA now, with a mask and without a position bias."""
         function = self._function(module)
         is_sdpa = function is not None and function is _sdpa() and self._passes_mask()
-        return OneMask(self, sdpa_function(function)) if is_sdpa else None
+        return OneMask(self.forward, self.questions, sdpa_function(function)) if is_sdpa else None
 
     def calls_library(self, module: nn.Module) -> bool:
         """Whether the module calls one of transformers' functions for libraries (SDPA, flash-attn) now."""
@@ -277,72 +277,61 @@ def _sdpa() -> Any:
 def sdpa_function(function: Any) -> EagerFunction:
     """transformers' sdpa function, to be fused as SDPA says."""
     takes_bias = "position_bias" in inspect.signature(function).parameters  # since transformers 5
-    return EagerFunction(function, SDPA, True, False, takes_bias, False, returns_weights=False, has_bool_mask=True)
+    return EagerFunction(function, SDPA, frozenset(("mask", "bias") if takes_bias else ("mask",)), is_sdpa=True)
 
 
 @dataclass(frozen=True)
-class Attention:
+class _Exchange(InForward):
+    """A module that calls another function wherever the interface returns a certain one. chosen: its questions."""
+
+    function: EagerFunction
+
+    def put(self, rewriting: Rewriting) -> None:
+        rewriting.constants["chosen_"] = Chosen(self.function.function, self.other())
+        for question in self.chosen:
+            rewriting.put_around(question, "chosen_")
+
+    def other(self) -> Callable[..., Any]:
+        """The function that is called instead."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Attention(_Exchange):
     """A module that calls an attention function which can be fused."""
 
-    interface: Interface
-    function: EagerFunction
     by_rule: bool = False
     """Whether SDPA is replaced only in calls where it is the slower one."""
     shares_mask: bool = False
     """Whether all layers have one mask where SDPA stays."""
-    pattern = PATTERN
+    patterns = (PATTERN,)
 
     @property
     def detail(self) -> str:
         return "in place of SDPA, for dropout or training in bfloat16 on a CPU" if self.by_rule else ""
 
-    @property
-    def forward(self) -> Forward:
-        return self.interface.forward
+    def other(self) -> Callable[..., Any]:
+        fused = fused_function(self.function)
+        return by_rule(self.function.function, fused, self.shares_mask) if self.by_rule else fused
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward that calls the fused function wherever the interface returns the original one."""
-        original, fused = self.function.function, fused_function(self.function)
-        if self.by_rule:
-            fused = by_rule(original, fused, self.shares_mask)
-        return _exchanged(self.interface, original, fused, PATTERN)
-
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless the fused function computes the same as the original for this module."""
         verify_attention(module, self.function)
         if self.shares_mask:
             verify_mask(module, self.function, with_one_mask(self.function.function))
 
 
-@dataclass(frozen=True)
-class OneMask:
+class OneMask(_Exchange):
     """A module that calls SDPA, which stays; its mask is that of the other layers."""
 
-    interface: Interface
-    function: EagerFunction
-    pattern = one_mask.PATTERN
-    detail = ""
+    patterns, is_minor = (one_mask.PATTERN,), True
 
-    @property
-    def forward(self) -> Forward:
-        return self.interface.forward
+    def other(self) -> Callable[..., Any]:
+        return with_one_mask(self.function.function)
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward that calls SDPA with_one_mask."""
-        return _exchanged(self.interface, self.function.function, with_one_mask(self.function.function), self.pattern)
-
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless SDPA computes the same as with the bool mask."""
-        verify_mask(module, self.function, with_one_mask(self.function.function))
-
-
-def _exchanged(interface: Interface, original: Callable[..., Any], other: Callable[..., Any], pattern: str) -> Rewrite:
-    """The forward that calls another function wherever the interface returns the original one."""
-    rewriting = Rewriting(interface.forward)
-    for question in interface.questions:
-        rewriting.put_around(question, "chosen_")
-    rewriting.constants["chosen_"] = Chosen(original, other)
-    return rewriting.rewrite(pattern)
+        verify_mask(module, self.function, self.other())
 
 
 @dataclass(frozen=True)

@@ -92,12 +92,12 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
     """0 where the bool mask is True, else -inf, in the dtype in which SDPA runs."""
     is_cast = calls.is_autocasting(query) and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype(query.device.type) if is_cast else query.dtype
-    key, state, n_keys = id(mask), (mask._version, dtype, calls.stream_of(mask)), mask.shape[3]
-    known = _known.get(key)
+    state, n_keys = (mask._version, dtype, calls.stream_of(mask)), mask.shape[3]
+    known = _known.get(id(mask))
     rows = known.rows() if known is not None and known.mask() is mask and known.state == state else None
     if rows is None:
         n_columns = -(-n_keys // _ALIGNMENT) * _ALIGNMENT if mask.is_cuda else n_keys
         rows = torch.full((*mask.shape[:3], n_columns), -torch.inf, dtype=dtype, device=mask.device)
         rows[..., :n_keys].masked_fill_(mask, 0.0)
-        _known[key] = _Added(weakref.ref(mask, lambda _: _known.pop(key, None)), state, weakref.ref(rows))
+        _known[id(mask)] = _Added(calls.forgetting(mask, _known), state, weakref.ref(rows))
     return rows if rows.shape[3] == n_keys else rows[..., :n_keys]

@@ -32,7 +32,7 @@ def nodes_after(tree: ast.AST, statement: ast.stmt) -> list[Any]:
 
 def caches_beside_products(
     forward: Forward, statement: ast.stmt, *assigned: str, may_be_returned: bool = False
-) -> set[str] | None:
+) -> frozenset[str] | None:
     """The parameters that are caches, where after the statement, which assigns these names, they, views and casts of
     them and what is joined to them are read by matrix products, attention functions of transformers' interface and
     caches alone; None where something else reads them, or under another autocast. may_be_returned: as weights beside
@@ -107,4 +107,4 @@ def caches_beside_products(
         for node in reads
         if node.id == name and (not isinstance(node.ctx, ast.Store) or isinstance(parents[id(node)], ast.AugAssign))
     )
-    return caches if are_known else None
+    return frozenset(caches) if are_known else None

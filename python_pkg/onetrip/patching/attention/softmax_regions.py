@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import calls
-from ..classes import Rewrite, method_of
-from ..forward import Forward, read_forward
+from ..classes import method_of
+from ..forward import Forward, Place, places, read_forward
 from ..report import Unsuitable
-from ..rewriting import Rewriting
+from ..rewriting import InForward, Rewriting
 from ..source import Inliner, calls_in, first_match, indented
 from ..verify import RNG, MaskedDropout, VerificationError, check_function, kind_of
 from .eager import PATTERN
@@ -54,12 +54,9 @@ _VIEWS_AND_CASTS = {"to", "type", "unsqueeze", "view", "expand", "size"}
 
 @dataclass(frozen=True)
 class Region:
-    """The parts of consecutive statements of a forward, as source."""
+    """Consecutive statements of a forward, and their parts as source."""
 
-    start: int
-    stop: int
-    """Positions of the first statement, and after the last one, in their block."""
-    statements: str
+    statements: tuple[ast.stmt, ...]
     result: str
     undropped: str
     """The name of the probabilities before dropout, if read later. Then only calls without dropout are fused."""
@@ -81,34 +78,32 @@ class Region:
     reads_weights: bool = False
     """Whether the weights are read after the product."""
 
+    @property
+    def source(self) -> str:
+        """That of the statements."""
+        return "\n".join(map(ast.unparse, self.statements))
 
-@dataclass(frozen=True)
-class SoftmaxRegions:
-    """A forward with softmax regions: every instance of its class is a site."""
 
-    forward: Forward
-    """The forward, or the method that holds them."""
-    found: tuple[tuple[ast.AST, str, Region], ...]
-    """(node, the field of the node that holds the statements, region)."""
-    pattern = PATTERN
-    detail = ""
+class SoftmaxRegions(InForward):
+    """A forward, or a method, with softmax regions: every instance of its class is a site."""
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with its regions fused."""
-        rewriting = Rewriting(self.forward)
-        for node, name, region in reversed(self.found):
-            block = getattr(rewriting.copy_of(node), name)
-            block[region.start : region.stop] = ast.parse(_source(region, region.statements)).body
+    patterns = (PATTERN,)
+
+    def put(self, rewriting: Rewriting) -> None:
+        """The fused calls before the statements of the regions, which run where those do not fit."""
+        for region in self.chosen:
+            first, *others = region.statements
+            rewriting.replace(first, partial(_fused_statements, region))
+            rewriting.remove(*others)
         rewriting.constants.update(NAMES)
-        return rewriting.rewrite(PATTERN)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless the fused call computes a region's softmax, with its mask and dropout."""
         device, dtype = kind_of(module)
         scores, bias = (2, 4, 3, 5), (1, 4, 3, 5)
         padding = torch.zeros(2, 1, 1, 5, device=device)
         padding[1, ..., 3:] = torch.finfo(torch.float32).min
-        has_mask = any(region.masks for _, _, region in self.found)
+        has_mask = any(region.masks for region in self.chosen)
         with MaskedDropout():
             for p in (0.0, 0.25):
                 mode = " with dropout" if p else ""
@@ -118,10 +113,10 @@ class SoftmaxRegions:
                     check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, f"{mode} with bias")
                     fused, unfused = partial(fused, padding=padding), partial(unfused, padding=padding)
                     check_function(fused, unfused, {"scores": scores}, device, dtype, f"{mode} with padding")
-                    if any(len(region.masks) > 1 for _, _, region in self.found):
+                    if any(len(region.masks) > 1 for region in self.chosen):
                         mode += " with bias and padding"
                         check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, mode)
-                if any(region.fill for _, _, region in self.found):
+                if any(region.fill for region in self.chosen):
                     inputs = {"scores": scores, "values": (2, 4, 5, 6)}
                     hidden = torch.zeros(2, 1, 3, 5, dtype=torch.bool, device=device)
                     hidden[1, :, 1:, 3:] = hidden[1, :, 2] = True
@@ -195,11 +190,9 @@ def _why_not(tree: ast.FunctionDef, inliner: Inliner) -> str:
     shown = f"`{ast.unparse(own[0])}`"
     if softmax_ is None or first_match(SOFTMAXES, softmax_[1]) is None:
         return f"{shown} is not name = softmax(x, dim=-1), with a cast of x or of the result at most"
-    for node, name in _blocks(tree):
-        block = getattr(node, name)
-        if own[0] in block:
-            after = block[block.index(own[0]) + 1 :]
-            following = f"`{ast.unparse(after[0]).splitlines()[0]}`" if after else "nothing"
+    for place in _run_once(tree):
+        if place.statement is own[0]:
+            following = f"`{ast.unparse(place.following[0]).splitlines()[0]}`" if place.following else "nothing"
             return f"{shown} has no mask in it or just before it, and is followed by {following}, not by its dropout"
     return f"{shown} is in a loop"
 
@@ -230,23 +223,14 @@ def _may_return_weights(cls: Any, method: str) -> bool:
     return False
 
 
-def _regions(forward: Forward, inliner: Inliner, may_be_returned: bool = True) -> Iterator[tuple[ast.AST, str, Region]]:
-    for node, name in _blocks(forward.tree):
-        block = getattr(node, name)
-        for index in range(len(block)):
-            if (region := _region(forward, block, index, inliner, may_be_returned)) is not None:
-                yield node, name, region
+def _regions(forward: Forward, inliner: Inliner, may_be_returned: bool = True) -> Iterator[Region]:
+    found = (_region(forward, place, inliner, may_be_returned) for place in _run_once(forward.tree))
+    return (region for region in found if region is not None)
 
 
-def _blocks(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Blocks of statements that run at most once: (node, field)."""
-    for name in ("body", "orelse"):
-        block = getattr(node, name, None)
-        if isinstance(block, list):
-            yield node, name
-            for statement in block:
-                if isinstance(statement, (ast.If, ast.With)):
-                    yield from _blocks(statement)
+def _run_once(tree: ast.FunctionDef) -> Iterator[Place]:
+    """The statements that run at most once."""
+    return (place for place in places(tree.body) if not place.in_loop)
 
 
 def _assignment(statement: ast.stmt, inliner: Inliner) -> tuple[str, ast.expr] | None:
@@ -256,11 +240,9 @@ def _assignment(statement: ast.stmt, inliner: Inliner) -> tuple[str, ast.expr] |
     return None
 
 
-def _region(
-    forward: Forward, block: list[ast.stmt], index: int, inliner: Inliner, may_be_returned: bool
-) -> Region | None:
-    """The region whose softmax is statement `index` of the block."""
-    tree = forward.tree
+def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: bool) -> Region | None:
+    """The region whose softmax is the statement at the place."""
+    tree, block, index = forward.tree, place.block, place.position
     softmax_ = _assignment(block[index], inliner)
     inner = first_match(SOFTMAXES, softmax_[1]) if softmax_ is not None else None
     if softmax_ is None or inner is None:
@@ -301,9 +283,7 @@ def _region(
     if product:
         start, stop = index - 1, stop + 1
     return Region(
-        start=start,
-        stop=stop,
-        statements="\n".join(ast.unparse(statement) for statement in block[start:stop]),
+        statements=tuple(block[start:stop]),
         result=result,
         undropped=undropped,
         scores=ast.unparse(scores),
@@ -398,8 +378,8 @@ def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
     return SCALES[found[0]].format(ast.unparse(scale)) if names <= {"self"} else None
 
 
-def _source(region: Region, fallback: str) -> str:
-    """The fused call if its tensors fit; else the fallback."""
+def _fused_statements(region: Region) -> list[ast.stmt]:
+    """The fused call if its tensors fit; else the statements of the region."""
     tests = [f"fits_region_(scores_, masks_, scale_, like_, {region.for_products})"]
     training = "self.training"
     if region.child:
@@ -417,7 +397,7 @@ def _source(region: Region, fallback: str) -> str:
         rest = f"\n    {region.product}"
         if region.reads_weights:
             rest += f"\n    {result} = filled_.read({region.result})"
-    return f"""\
+    source = f"""\
 scores_ = {region.scores}
 masks_ = ({"".join(f"{mask}, " for mask in region.masks)}){fill}
 scale_ = {region.scale}
@@ -427,7 +407,8 @@ if {" and ".join(tests)}:
     {result} = region_softmax_(scores_, {masks}, like_, scale=scale_, dropout_p={p}){rest}
 else:
     count_fallback_(self)
-{indented(fallback)}"""
+{indented(region.source)}"""
+    return ast.parse(source).body
 
 
 NAMES: dict[str, Any] = {

@@ -48,14 +48,14 @@ def _compare(module: nn.Module, found: EagerFunction, ours: Callable[..., Any], 
 
 
 def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
-    masks = ["added"] if found.has_mask else []
-    masks += ["bool", "causal"] if found.has_bool_mask else []
-    dropouts = [0.0, _DROPOUT_P] if found.returns_weights else [0.0]  # MaskedDropout does not reach the one in SDPA
+    masks = ["added"] if "mask" in found.layers else []
+    masks += ["bool", "causal"] if found.is_sdpa else []
+    dropouts = [0.0] if found.is_sdpa else [0.0, _DROPOUT_P]  # MaskedDropout does not reach the one in SDPA
     for mask, dropout in product(masks if found.needs_mask else [None, *masks], dropouts):
         yield {"mask": mask, "dropout": dropout}
-    if found.has_softcap:
+    if "softcap" in found.layers:
         yield {"softcap": _SOFTCAP}
-    if found.has_position_bias:
+    if "bias" in found.layers:
         for mask in masks:
             yield {"position_bias": True, "mask": mask}
     if found.takes_sinks:
@@ -106,7 +106,7 @@ def _called(
     if case.get("mask") == "causal":
         options["is_causal"] = True
     # torch's SDPA on the CPU computes wrong gradients for a query without keys.
-    mask = _mask(case.get("mask"), query, blind_query=found.returns_weights or "position_bias" in more)
+    mask = _mask(case.get("mask"), query, blind_query=not found.is_sdpa or "position_bias" in more)
     is_own = not found.takes_sinks and isinstance(getattr(module, "sinks", None), Tensor)
     n_sinks = int(found.has_sinks and (is_own or "sinks" in more))
     with MaskedDropout(columns_before=n_sinks):

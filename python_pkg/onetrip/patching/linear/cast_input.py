@@ -10,24 +10,26 @@ tensor stays as it is there.
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import calls
-from ..classes import Rewrite
-from ..forward import Forward, Place, evaluated, linear_at, places, writes_to_tensors
-from ..rewriting import Rewriting
+from ..forward import Forward, Place, evaluated, places, writes_to_tensors
+from ..rewriting import InForward, Rewriting
 from ..source import is_same
 from ..verify import VerificationError, kind_of, undisturbed
 
 PATTERN = "cast_input"
 
-_Cast = tuple[ast.Call, str]
-"""(`x.to(self.path.weight.dtype)`, path), of which only `self.path(...)` reads the result."""
+
+class _Cast(NamedTuple):
+    """`x.to(self.path.weight.dtype)`, of which only `self.path(...)` reads the result."""
+
+    call: ast.Call
+    path: str
 
 
 def read_casts(forward: Forward) -> list[_Cast]:
@@ -42,7 +44,7 @@ def _casts_at(forward: Forward, place: Place) -> Iterator[_Cast]:
     for node in evaluated(place.statement):
         called = forward.called(node) if isinstance(node, ast.Call) else None
         if called is not None and (cast := _cast(forward, called[1], called[0])) is not None:
-            yield cast, called[0]
+            yield _Cast(cast, called[0])
     match place.statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             pass
@@ -60,7 +62,7 @@ def _casts_at(forward: Forward, place: Place) -> Iterator[_Cast]:
         if called is not None and isinstance(called[1], ast.Name) and called[1].id == name:
             cast = _cast(forward, value, called[0])
             if cast is not None:
-                yield cast, called[0]
+                yield _Cast(cast, called[0])
 
 
 def _cast(forward: Forward, expression: ast.expr, path: str) -> ast.Call | None:
@@ -72,31 +74,20 @@ def _cast(forward: Forward, expression: ast.expr, path: str) -> ast.Call | None:
     return None
 
 
-def choose_casts(module: nn.Module, casts: list[_Cast], excluded: Container[int]) -> tuple[_Cast, ...]:
-    """Those whose layer is a plain nn.Linear."""
-    return tuple(each for each in casts if linear_at(module, each[1], excluded) is not None)
-
-
-@dataclass(frozen=True)
-class CastInputs:
+class CastInputs(InForward):
     """A module that casts what its linear layers read, as a site."""
 
-    forward: Forward
-    chosen: tuple[_Cast, ...]
-    pattern = PATTERN
-    detail = ""
+    patterns, is_minor = (PATTERN,), True
+    read = staticmethod(read_casts)
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with cast_input in place of its casts."""
-        rewriting = Rewriting(self.forward)
-        for cast, path in self.chosen:
-            copied = rewriting.copy_of(cast)
-            copied.args = [ast.Name(rewriting.own), rewriting.attribute(path), copied.func.value, *copied.args]
-            copied.func = ast.Name("cast_input_")
+    def put(self, rewriting: Rewriting) -> None:
+        """cast_input in place of the casts."""
         rewriting.constants["cast_input_"] = cast_input
-        return rewriting.rewrite(PATTERN)
+        for call, path in self.chosen:
+            copied = rewriting.copy_of(call)
+            rewriting.put_other_call(call, "cast_input_", rewriting.attribute(path), copied.func.value, *copied.args)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small layer computes the same of what was not cast."""
         device, _ = kind_of(module)
         with undisturbed(device), torch.autocast(device.type, torch.bfloat16):
@@ -105,11 +96,14 @@ class CastInputs:
                 raise VerificationError("autocast does not cast back what a linear layer reads")
 
 
+def is_cast_back(dense: Any, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether dense reads x itself of x.to(dtype), because autocast casts that back."""
+    return dtype == torch.float32 and calls.autocast_dtype(x) == x.dtype and calls.is_plain_linear(dense)
+
+
 def cast_input(module: nn.Module, dense: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     """x.to(dtype); x itself where dense, which alone reads it, casts that back to x."""
-    if torch.compiler.is_compiling() or dtype != torch.float32 or calls.autocast_dtype(x) != x.dtype:
-        return x.to(dtype)
-    if not calls.is_plain_linear(dense):
+    if torch.compiler.is_compiling() or not is_cast_back(dense, x, dtype):
         return x.to(dtype)
     calls.count_fused(module)
     return x

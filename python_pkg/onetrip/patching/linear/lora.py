@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..calls import is_plain, original_class
-from ..classes import Rewrite
 from ..forward import Forward, Place, assigned_name, child_at, n_reads, places
-from ..rewriting import Rewriting
+from ..rewriting import InForward, Rewriting
 from ..source import first_match, is_same
 from ..verify import check_function, kind_of
+from .cast_input import is_cast_back
 from .readers import SharedInput
 
 PATTERN = "lora"
@@ -95,16 +95,9 @@ class Adapter(SharedInput):
 
     def cast(self, method: Callable[..., Any], x: Any, dense: Any, dropout: Any) -> Any:
         """method(x, dense.weight.dtype); x as it is where autocast gives dense(dropout(x)) the same operand."""
-        if (
-            isinstance(x, Tensor)
-            and calls.is_autocasting(x)
-            and x.dtype == torch.get_autocast_dtype(x.device.type)
-            and calls.is_plain_linear(dense)
-            and dense.weight.dtype == torch.float32
-            and (is_plain(dropout, nn.Identity) or is_plain(dropout, nn.Dropout))
-        ):
-            return x
-        return method(x, dense.weight.dtype)
+        keeps_dtype = is_plain(dropout, nn.Identity) or is_plain(dropout, nn.Dropout)
+        dtype = dense.weight.dtype
+        return x if isinstance(x, Tensor) and keeps_dtype and is_cast_back(dense, x, dtype) else method(x, dtype)
 
     def down(self, dense: Any, dropout: Any, x: Any) -> Any:
         """dense(dropout(x))."""
@@ -306,43 +299,32 @@ def _find_uses(forward: Forward, found: FoundAdapter) -> None:
     found.is_kept = n_reads(forward.tree, name) != n_known
 
 
-def choose_adapters(
-    module: nn.Module, adapters: list[FoundAdapter], excluded: Container[int]
-) -> tuple[FoundAdapter, ...]:
-    """Those whose B is a linear layer, if nothing that they call is excluded."""
-    return tuple(each for each in adapters if _is_adapter(module, each, excluded))
-
-
-def _is_adapter(module: nn.Module, found: FoundAdapter, excluded: Container[int]) -> bool:
-    held = [child_at(module, path) for path in found.containers]
-    children = [each for each in held if each is not None]
-    if len(children) < len(held) or any(id(each) in excluded for child in children for each in child.modules()):
-        return False
-    return any(original_class(type(layer)) is nn.Linear for layer in children[0]._modules.values())
-
-
-@dataclass(frozen=True)
-class Adapters:
+class Adapters(InForward):
     """A module with low-rank adapters, as a site."""
 
-    forward: Forward
-    chosen: tuple[FoundAdapter, ...]
-    pattern = PATTERN
-    detail = ""
+    patterns = (PATTERN,)
+    read = staticmethod(read_adapters)
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with its adapters called through an Adapter."""
-        rewriting = Rewriting(self.forward)
+    @staticmethod
+    def is_of(module: nn.Module, each: FoundAdapter, excluded: Container[int]) -> bool:
+        """Whether its B is a linear layer, and nothing that it calls is excluded."""
+        held = [child_at(module, path) for path in each.containers]
+        children = [child for child in held if child is not None]
+        if len(children) < len(held) or any(id(part) in excluded for child in children for part in child.modules()):
+            return False
+        return any(original_class(type(layer)) is nn.Linear for layer in children[0]._modules.values())
+
+    def put(self, rewriting: Rewriting) -> None:
+        """The adapters called through an Adapter."""
         for each in self.chosen:
             _rewrite(rewriting, each)
         rewriting.constants |= {"Adapter_": Adapter, "is_worth_": _is_worth, "unfused_": self.forward.function}
         x, arguments = self.chosen[0].down[2].id, _passed_on(self.forward.tree.args)
-        first = f"if not is_worth_({x}):\n    return unfused_({arguments})\nadapter_ = Adapter_({rewriting.own})"
-        has_docstring = int(ast.get_docstring(rewriting.tree) is not None)
-        rewriting.tree.body[has_docstring:has_docstring] = ast.parse(first).body
-        return rewriting.rewrite(PATTERN)
+        rewriting.put_first(
+            f"if not is_worth_({x}):\n    return unfused_({arguments})\nadapter_ = Adapter_({rewriting.own})"
+        )
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small layer with an adapter has the outputs and gradients that it has
         unfused."""
         device, dtype = kind_of(module)

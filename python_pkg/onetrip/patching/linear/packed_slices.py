@@ -11,7 +11,7 @@ Of each slice, autograd writes a gradient of the whole width, zero at the other 
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import calls
-from ..classes import Rewrite
-from ..forward import Forward, assigned_name, linear_at, places, writes_to_tensors
-from ..rewriting import Rewriting
+from ..forward import Forward, assigned_name, places, writes_to_tensors
+from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
 
 PATTERN = "packed_slices"
@@ -108,23 +107,15 @@ def _text(bound: ast.expr | None) -> str:
     return "" if bound is None else ast.unparse(bound)
 
 
-def choose_packed_slices(module: nn.Module, found: list[Packed], excluded: Container[int]) -> tuple[Packed, ...]:
-    """Those of plain nn.Linears; packed_slices looks for hooks, which may keep a result."""
-    return tuple(each for each in found if linear_at(module, each.path, excluded) is not None)
-
-
-@dataclass(frozen=True)
-class PackedSlices:
+class PackedSlices(InForward):
     """A module that takes slices of packed projections, as a site."""
 
-    forward: Forward
-    chosen: tuple[Packed, ...]
-    pattern = PATTERN
-    detail = ""
+    patterns, is_minor = (PATTERN,), True
+    read = staticmethod(read_packed_slices)
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with one split in place of its slices."""
-        rewriting = Rewriting(self.forward)
+    def put(self, rewriting: Rewriting) -> None:
+        """One split in place of the slices."""
+        rewriting.constants["packed_slices_"] = packed_slices
         for packed in self.chosen:
             first, *others = packed.statements
             in_columns = [rewriting.copy_of(each) for each in packed.in_columns]
@@ -134,10 +125,8 @@ class PackedSlices:
             copied.targets = [ast.Tuple([target for each in in_columns for target in each.targets])]
             copied.value = rewriting.call("packed_slices_", rewriting.attribute(packed.path), read, *ends)
             rewriting.remove(*others)
-        rewriting.constants["packed_slices_"] = packed_slices
-        return rewriting.rewrite(PATTERN)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless three slices have the values and gradients that they have apart."""
         device, dtype = kind_of(module)
 
@@ -148,7 +137,8 @@ class PackedSlices:
 
 
 def packed_slices(module: nn.Module, dense: Any, x: Any, *bounds: Any) -> Any:
-    """x[..., :b], x[..., b:c], ..., x[..., d:] of the bounds b, c, ..., d. dense: the layer that made x."""
+    """x[..., :b], x[..., b:c], ..., x[..., d:] of the bounds b, c, ..., d. dense: the layer that made x, whose hooks
+    may keep it."""
     if not calls.is_plain(dense, nn.Linear) or not _has_gradient(x) or not all(type(bound) is int for bound in bounds):
         return _apart(x, bounds)
     sizes = [stop - start for start, stop in pairwise((0, *bounds, x.shape[-1]))]

@@ -214,7 +214,7 @@ def _redrawing(dropout: Any, x: Any) -> Dropout | None:
     """A plain nn.Dropout by a mask drawn now; None for others, and where a mask is drawn as a graph runs."""
     if calls.is_followed() or not isinstance(x, Tensor):
         return None
-    if not calls.fits(x) or not calls.is_large(x) or not is_plain(dropout, nn.Dropout) or dropout.inplace:
+    if not calls.fits(x) or not calls.is_large(x) or not calls.is_plain_dropout(dropout):
         return None
     rng = (0, 0) if isinstance(x, FakeTensor) else draw_rng(x.device)  # a fake tensor has no values
     if isinstance(rng, Tensor) or not 0.0 < dropout.p < 1.0:
@@ -230,7 +230,7 @@ def linear_parts(module: nn.Module, dense: Any, x: Tensor) -> tuple[Tensor, Tens
     if not _is_fusable(dense, x) or calls.has_saved_tensor_hooks():
         return calls.linear_parts(dense, x)
     if module not in _before_sums:
-        reads[id(x)] = _Read(_watched(x), _state(x), None, weakref.ref(module))
+        reads[id(x)] = _Read(calls.forgetting(x, reads), _state(x), None, weakref.ref(module))
         return calls.linear_parts(dense, x)
     product, _ = _read(module, x, dense.weight, None)
     return product, None if dense.bias is None else dense.bias.to(product.dtype)
@@ -268,7 +268,7 @@ def _read(
     if readers is None or cast is None or cast.dtype != dtype:
         cast = x if x.dtype == dtype else x.detach().to(dtype)
         readers = Readers(x, cast)
-        reads[id(x)] = _Read(_watched(x), _state(x), weakref.ref(readers), weakref.ref(module))
+        reads[id(x)] = _Read(calls.forgetting(x, reads), _state(x), weakref.ref(readers), weakref.ref(module))
     return linear(x, weight, bias, cast, readers, dropout), cast
 
 
@@ -276,12 +276,6 @@ def _state(x: Tensor) -> tuple[int, bool, int]:
     """(version, whether it is a leaf, the GPU's current stream). Readers that saw another one have gradients of other
     values, of another edge of the graph, or on another stream."""
     return x._version, x.is_leaf, calls.stream_of(x)
-
-
-def _watched(x: Tensor) -> weakref.ref[Tensor]:
-    """A reference to x that forgets who read it when x is gone."""
-    key = id(x)
-    return weakref.ref(x, lambda _: reads.pop(key, None))
 
 
 def _is_fusable(dense: Any, x: Any) -> bool:

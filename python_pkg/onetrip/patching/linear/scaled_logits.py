@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import calls
-from ..classes import Rewrite
 from ..forward import Forward, linear_at, places
-from ..rewriting import Rewriting
+from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
 
 PATTERN = "scaled_logits"
@@ -57,33 +55,26 @@ def read_scaled_logits(forward: Forward) -> list[_Found]:
     return found
 
 
-def choose_scaled_logits(module: nn.Module, found: list[_Found], excluded: Container[int]) -> tuple[_Found, ...]:
-    """Those of linear layers without bias whose result is larger than what they read."""
-    layers = ((each, linear_at(module, each.path, excluded)) for each in found)
-    return tuple(
-        each for each, head in layers if head is not None and head.bias is None and head.out_features > head.in_features
-    )
-
-
-@dataclass(frozen=True)
-class ScaledLogits:
+class ScaledLogits(InForward):
     """A module that scales the result of a linear layer, as a site."""
 
-    forward: Forward
-    chosen: tuple[_Found, ...]
-    pattern = PATTERN
-    detail = ""
+    patterns, is_minor, in_wrapper = (PATTERN,), True, True
+    read = staticmethod(read_scaled_logits)
 
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with scaled_logits in place of the layer's call and its factor."""
-        rewriting = Rewriting(self.forward)
+    @staticmethod
+    def is_of(module: nn.Module, each: _Found, excluded: Container[int]) -> bool:
+        """Whether it is of a linear layer without bias whose result is larger than what it reads."""
+        head = linear_at(module, each.path, excluded)
+        return head is not None and head.bias is None and head.out_features > head.in_features
+
+    def put(self, rewriting: Rewriting) -> None:
+        """scaled_logits in place of the layer's call and its factor."""
+        rewriting.constants["scaled_logits_"] = scaled_logits
         for found in self.chosen:
             rewriting.replace(found.node, partial(_call, rewriting, found))
             rewriting.remove(*found.statements)
-        rewriting.constants["scaled_logits_"] = scaled_logits
-        return rewriting.rewrite(PATTERN)
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small layer computes the same."""
         device, dtype = kind_of(module)
         head = nn.Linear(8, 11, bias=False, device=device, dtype=dtype)
@@ -103,7 +94,8 @@ def _call(rewriting: Rewriting, found: _Found) -> ast.expr:
     head, x = rewriting.attribute(found.path), rewriting.visit(rewriting.copy_of(found.x))
     nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
     factor = ast.Lambda(nothing, rewriting.copy_of(found.node.right))
-    return rewriting.call("scaled_logits_", head, x, factor, ast.Constant(isinstance(found.node.op, ast.Div)))
+    divides = ast.Constant(isinstance(found.node.op, ast.Div))
+    return rewriting.call("scaled_logits_", head, x, factor, divides)
 
 
 def scaled_logits(module: nn.Module, head: Any, x: Any, factor: Callable[[], Any], divides: bool) -> Any:

@@ -12,16 +12,14 @@ Autocast casts the tensor once for all of them, unless it is freed between them 
 from __future__ import annotations
 
 import ast
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
 from itertools import count
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..classes import Rewrite
 from ..forward import Forward, linear_at
-from ..rewriting import Rewriting
+from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
 from .readers import Readers, SharedInput, linear
 
@@ -82,37 +80,30 @@ class _Scan:
         return frozenset([next(self.numbers)])
 
 
-def choose_shared_inputs(module: nn.Module, groups: list[Group], excluded: Container[int]) -> tuple[ast.Call, ...]:
-    """The calls of linear layers in groups of at least two layers."""
-    chosen: list[ast.Call] = []
-    for group in groups:
-        linear = [(call, path) for call, path in group if linear_at(module, path, excluded) is not None]
-        if len({path for _, path in linear}) > 1:
-            chosen += (call for call, _ in linear if call not in chosen)
-    return tuple(chosen)
+class SharedInputs(InForward):
+    """A module whose linear layers may read one tensor, as a site. chosen: their calls."""
 
+    patterns, is_minor = (PATTERN,), True
+    read = staticmethod(read_shared_inputs)
 
-@dataclass(frozen=True)
-class SharedInputs:
-    """A module whose linear layers may read one tensor, as a site."""
+    @classmethod
+    def choose(cls, module: nn.Module, found: Iterable[Group], excluded: Container[int]) -> tuple[ast.Call, ...]:
+        """The calls of linear layers in groups of at least two layers."""
+        chosen: list[ast.Call] = []
+        for group in found:
+            linear = [(call, path) for call, path in group if linear_at(module, path, excluded) is not None]
+            if len({path for _, path in linear}) > 1:
+                chosen += (call for call, _ in linear if call not in chosen)
+        return tuple(chosen)
 
-    forward: Forward
-    chosen: tuple[ast.Call, ...]
-    pattern = PATTERN
-    detail = ""
-
-    def rewrite(self, cls: type) -> Rewrite:
-        """The forward with its linear layers called through a SharedInput."""
-        rewriting = Rewriting(self.forward)
+    def put(self, rewriting: Rewriting) -> None:
+        """The linear layers called through a SharedInput."""
         for call in self.chosen:
             rewriting.put_call(call, "shared_")
         rewriting.constants["SharedInput_"] = SharedInput
-        has_docstring = ast.get_docstring(rewriting.tree) is not None
-        made = ast.Assign([ast.Name("shared_")], ast.Call(ast.Name("SharedInput_"), [], []))
-        rewriting.tree.body.insert(int(has_docstring), made)
-        return rewriting.rewrite(PATTERN)
+        rewriting.put_first("shared_ = SharedInput_()")
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless three small layers have the outputs and gradients that they have apart."""
         device, dtype = kind_of(module)
         check_function(_shared, _apart, {"x": (2, 5, 8), "q": (8, 8), "k": (4, 8), "v": (4, 8)}, device, dtype)

@@ -172,17 +172,15 @@ _HEAD = "def forward(self, input):\n    count_fused(self)\n    return linear_(se
 class TiedEmbedding:
     """An embedding or an output layer that share their matrix, as a site."""
 
-    source: str
+    rewritten: Rewrite
+    """With the forward that reads the matrix by its alias."""
     pattern = PATTERN
     detail = ""
 
     def rewrite(self, cls: type) -> Rewrite:
-        """The forward that reads the matrix by its alias."""
-        names = (("embedded_", embedded), ("scaled_", scaled), ("linear_", linear))
-        is_own = self.source not in (_EMBEDDING, _HEAD)
-        return Rewrite(PATTERN, self.source, names, in_module=is_own)
+        return self.rewritten
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small tied pair has the outputs and gradients that it has apart."""
         device, dtype = kind_of(module)
         ids = torch.tensor([[3, 0, 3], [7, 7, 3]], device=device)
@@ -201,9 +199,9 @@ def tied_site(module: nn.Module) -> TiedEmbedding | None:
     """The site that one of tied_modules is; None for an embedding whose forward does not call nn.Embedding's once."""
     cls = original_class(type(module))
     if cls is nn.Linear:
-        return TiedEmbedding(_HEAD)
+        return TiedEmbedding(Rewrite(PATTERN, around=_HEAD, constants=(("linear_", linear),)))
     if plain_forward(cls) is nn.Embedding.forward:
-        return TiedEmbedding(_EMBEDDING)
+        return TiedEmbedding(Rewrite(PATTERN, around=_EMBEDDING, constants=(("embedded_", embedded),)))
     tree: Any = parse(plain_forward(cls), may_call_super=True)
     if isinstance(tree, Unsuitable):
         return None
@@ -218,4 +216,6 @@ def tied_site(module: nn.Module) -> TiedEmbedding | None:
         match statement:
             case ast.Return(value=ast.BinOp(left=ast.Call() as left, op=ast.Mult(), right=scale)) if left is call:
                 statement.value = ast.Call(ast.Name("scaled_"), [call, scale], [])
-    return TiedEmbedding(ast.unparse(bare(ast.fix_missing_locations(tree))) + "\n")
+    source = ast.unparse(bare(ast.fix_missing_locations(tree))) + "\n"
+    names = (("embedded_", embedded), ("scaled_", scaled))
+    return TiedEmbedding(Rewrite(PATTERN, (("forward", source),), constants=names))

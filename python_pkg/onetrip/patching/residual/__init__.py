@@ -15,26 +15,23 @@ linked to it at run time (links.py). A dropout or a bias at the end of a child m
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from torch import nn
 
 from ..classes import Rewrite
-from ..forward import Forward
-from .choose import PATTERNS, Choice, choose_sums
+from ..rewriting import InForward
+from .choose import PATTERNS, choose_sums
 from .read import read_sums
-from .rewrite import rewrite_sums
+from .rewrite import SumRewriting
 from .verify import verify_sum
 
 __all__ = ["PATTERNS", "ResidualSums", "choose_sums", "read_sums"]
 
 
-@dataclass(frozen=True)
-class ResidualSums:
+class ResidualSums(InForward):
     """A module whose forward has sums to fuse, as a site."""
 
-    forward: Forward
-    chosen: tuple[Choice, ...]
+    patterns = PATTERNS
 
     @property
     def pattern(self) -> str:
@@ -49,9 +46,13 @@ class ResidualSums:
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward with its sums fused."""
-        return rewrite_sums(self.pattern, self.forward, self.chosen)
+        rewriting = SumRewriting(self.forward)
+        for index, choice in enumerate(self.chosen):
+            rewriting.put_sum(index, choice)
+        norms = {choice.norm[0] for choice in self.chosen if choice.norm is not None}
+        return rewriting.rewrite(self.pattern, sorted(path for path in norms if "." not in path))
 
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+    def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless each sum, fused, computes what torch's operators compute."""
         for choice in self.chosen:
             verify_sum(module, choice)

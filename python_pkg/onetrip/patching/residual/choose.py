@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..calls import is_plain, original_class
+from ..calls import is_plain, is_plain_dropout, original_class
 from ..forward import child_at, has_bias_at
 from ..norms import NormSpec
 from ..report import Unsuitable
@@ -139,10 +139,8 @@ def _takes_off(operand: Operand) -> bool:
 
 def _holds(module: nn.Module, operand: Operand) -> bool:
     """Whether the children are what the reading takes them for. Again decided at each call: PEFT may come later."""
-    if operand.dropout:
-        dropout: Any = child_at(module, operand.dropout)
-        if dropout is None or not is_plain(dropout, nn.Dropout) or dropout.inplace:
-            return False
+    if operand.dropout and not is_plain_dropout(child_at(module, operand.dropout)):
+        return False
     return not operand.linear or has_bias_at(module, operand.linear)
 
 

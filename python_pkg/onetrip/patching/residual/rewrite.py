@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..calls import Branch, dropped, linear_parts, undropped
-from ..classes import Rewrite
-from ..forward import Forward
 from ..links import Sum
 from ..rewriting import Rewriting
 from .read import Operand
@@ -18,21 +16,8 @@ if TYPE_CHECKING:
     from .tails import Tail
 
 
-def rewrite_sums(pattern: str, forward: Forward, chosen: Sequence[Choice]) -> Rewrite:
-    """The forward with the chosen sums fused."""
-    rewriting = SumRewriting(forward)
-    for index, choice in enumerate(chosen):
-        rewriting.put_sum(index, choice)
-    absorbed = {choice.norm[0] for choice in chosen if choice.norm is not None and "." not in choice.norm[0]}
-    return rewriting.rewrite(pattern, sorted(absorbed))
-
-
 class SumRewriting(Rewriting):
     """A copy of a forward with sums and their branches in place of additions."""
-
-    def put_branch(self, value: ast.expr, operand: Operand) -> None:
-        """The operand as a Branch in place of a value."""
-        self.replace(value, self.branch(operand))
 
     def put_sum(self, index: int, choice: Choice) -> None:
         """A Sum in place of an addition and the norm that follows."""

@@ -77,10 +77,10 @@ def read_returns(cls: Any, name: str) -> Returns | None:
     if not isinstance(getattr_static(original, name, None), FunctionType) or (name == "forward" and not is_called):
         return None
     rewrite: Rewrite | None = getattr(cls, "_onetrip_rewrite", None)
-    rewrite = rewrite if rewrite is not None and rewrite.method == name else None
-    if rewrite is not None and not rewrite.in_module:
+    if rewrite is not None and rewrite.around and name == "forward":
         return None
-    forward = read_forward(method_of(original, name), "" if rewrite is None else rewrite.source, name)
+    source = "" if rewrite is None else dict(rewrite.sources).get(name, "")
+    forward = read_forward(method_of(original, name), source, name)
     if isinstance(forward, Unsuitable):
         return None
     reader = SumReader(forward)
@@ -88,7 +88,7 @@ def read_returns(cls: Any, name: str) -> Returns | None:
     for place, value in returned_first(forward.tree.body):
         kinds.add(value is not place.statement.value)  # type: ignore[attr-defined]
         found.append((value, reader.readings(value, place)))
-    constants = () if rewrite is None else rewrite.constants
+    constants = rewrite.constants if rewrite is not None and source else ()
     return Returns(cls, forward, constants, tuple(found), kinds.pop()) if len(kinds) == 1 else None
 
 
@@ -111,7 +111,7 @@ def open_tail(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
     rewriting = SumRewriting(forward)
     for (value, _), operand in zip(returns.found, operands, strict=True):
         if operand is not None:
-            rewriting.put_branch(value, operand)
+            rewriting.replace(value, rewriting.branch(operand))
     source, names = rewriting.source(), dict(returns.constants) | rewriting.constants
     function = define(forward.function, source, names, "forward", "dropout_add")
     if forward.method == "forward":
