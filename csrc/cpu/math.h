@@ -120,7 +120,9 @@ struct Activated {
 // x / (1 + e^-x).
 struct Silu {
   template <class T>
-  static ONETRIP_INLINE F value(F x) { return x * logistic<T>(x).value; }
+  static ONETRIP_INLINE F value(F x) {
+    return x * logistic<T>(x).value;
+  }
   static ONETRIP_INLINE Activated with_slope(F x) {
     const Logistic s = logistic(x);
     const F y = x * s.value;
@@ -131,7 +133,9 @@ struct Silu {
 // x times the cumulative normal distribution (Hendrycks & Gimpel 2016).
 struct Gelu {
   template <class T>
-  static ONETRIP_INLINE F value(F x) { return x * normal_cumulative<T>(x); }
+  static ONETRIP_INLINE F value(F x) {
+    return x * normal_cumulative<T>(x);
+  }
   static ONETRIP_INLINE Activated with_slope(F x) {
     const Normal normal = normal_distribution(x);
     return {x * normal.cumulative, mul_add(x, normal.density, normal.cumulative)};
@@ -170,7 +174,9 @@ struct Relu2 {
 // max(x, 0). Where x is NaN the gradient passes, as in torch.
 struct Relu {
   template <class T>
-  static ONETRIP_INLINE F value(F x) { return larger_number(F{}, x); }
+  static ONETRIP_INLINE F value(F x) {
+    return larger_number(F{}, x);
+  }
   static ONETRIP_INLINE Activated with_slope(F x) { return {value<float>(x), (F)((U)splat(1.0f) & ~(U)(x <= 0.0f))}; }
 };
 
