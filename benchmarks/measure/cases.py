@@ -210,4 +210,5 @@ class Named(Protocol):
 
 def selects(pattern: str | None, case_id: str) -> bool:
     """A pattern is a glob over the whole id, or any part of it; or several of them, with commas between."""
-    return pattern is None or any(word in case_id or fnmatchcase(case_id, word) for word in pattern.split(","))
+    words = (pattern or "").split(",")
+    return pattern is None or any(word and (word in case_id or fnmatchcase(case_id, word)) for word in words)

@@ -158,7 +158,15 @@ def test_a_warm_target_is_the_worst_of_its_shapes_and_dtypes() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "selected"),
-    [(None, True), ("rms", True), ("rms_norm-M*-bf16", True), ("layer", False), ("rms_norm-M*-fp32", False)],
+    [
+        (None, True),
+        ("rms", True),
+        ("rms_norm-M*-bf16", True),
+        ("layer", False),
+        ("rms_norm-M*-fp32", False),
+        ("layer,", False),
+        ("layer,rms", True),
+    ],
 )
 def test_a_pattern_is_a_glob_or_a_part(pattern: str | None, selected: bool) -> None:
     assert selects(pattern, "rms_norm-M4096-N1024-bf16") is selected

@@ -72,7 +72,7 @@ def check_empty(target: Target, operator: Operator, rows: int, cols: int) -> Non
 
 @pytest.mark.promise("B1, B2")
 @pytest.mark.promise("softmax B1, B3, B4")
-@each_operator(but="attention-weights")
+@each_operator()
 def test_no_rows(target, operator):
     check_empty(target, operator, 0, 6)
 
