@@ -18,7 +18,7 @@ SMALLEST_CHANGE = 0.05
 """Change of the median: less is no news, however narrow the intervals."""
 
 _QUIET = 1.05
-"""Slowdown by other processes on an idle machine."""
+"""Slowdown by waiting for a CPU on an idle machine."""
 
 Verdict = Literal["faster", "slower", "same"]
 Key = tuple[str, str, str, str]
@@ -44,7 +44,7 @@ class Change:
     before: Figures
     after: Figures
     slowdown: float = 1.0
-    """By waiting for CPUs that other processes held, in the run in which it was more."""
+    """By waiting for a CPU that others held, in the run in which it was more."""
 
     @property
     def allowed(self) -> float:
@@ -80,7 +80,7 @@ class Comparison:
     copy_ratio: float | None
     """Time of a plain copy after over before, median of the cases: far from 1, the machine itself was another."""
     slowdown: tuple[float, float]
-    """By waiting for CPUs that other processes held, in the case where it was most: before, after."""
+    """By waiting for a CPU that others held, in the case where it was most: before, after."""
     differences: list[str]
     """Between the two runs: machine, versions, commit."""
 
@@ -211,7 +211,7 @@ def _parts(comparison: Comparison, everything: bool) -> Iterator[str | Table]:
     if max(comparison.slowdown) > _QUIET:
         most = max((change.allowed for change in comparison.changes), default=1.0)
         before, after = comparison.slowdown
-        words = f"other processes slowed cases by up to {before:.1f}x before, {after:.1f}x after"
+        words = f"waiting for a CPU slowed cases by up to {before:.1f}x before, {after:.1f}x after"
         yield f"{words}: changes of up to {most:.2f}x count as noise"
     counts = ", ".join(f"{n} {verdict}" for verdict, n in comparison.summary.items())
     rest = f"{comparison.only_before} only before, {comparison.only_after} only after"

@@ -323,7 +323,7 @@ def provenance(results: Results) -> list[str]:
 
 
 def load_in_words(results: Results) -> str:
-    """What waiting for CPUs that other processes held did to the cases; empty where it was little."""
+    """What waiting for a CPU that others held did to the cases; empty where it was little."""
     found = [case["cpu_slowdown"] for case in cases(results, *results) if case.get("cpu_slowdown") is not None]
     slowed = [slowdown for slowdown in found if slowdown > SLOWED]
     if not slowed:

@@ -111,8 +111,8 @@ ONETRIP_INLINE F hyperbolic_tangent(F x) {
   return select((U)(negative_magnitude(x) > splat(-0.625f)), small, large);
 }
 
-// act(x), and its derivative. A value alone is as exact as T asks for. The derivative is always that of float32: the
-// gradient of a bias sums it, and may be float32 where x is not.
+// act(x), and its derivative. value<T> is accurate to T; with_slope always to float32: the gradient of a bias sums
+// slopes, and may be float32 where x is not.
 struct Activated {
   F value, slope;
 };

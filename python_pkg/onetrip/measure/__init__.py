@@ -213,10 +213,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Slowdown:
-    """How much slower a with block was because its threads waited for a CPU that other processes held.
+    """How much slower a with block was because a thread of it waited for a CPU that others held.
 
-    factor: 1.0 on a quiet machine; None where the system does not tell. A thread that waits keeps all others waiting,
-    so the waiting times of the threads add up.
+    factor: 1.0 on a quiet machine; None where the system does not tell. Of the threads that ran at least half as long
+    as the busiest one, that which waited longest for its work: the others wait for it.
     """
 
     factor: float | None = None
@@ -231,7 +231,8 @@ class Slowdown:
             for thread, (ran, waited) in _scheduled().items()
         ]
         longest = max((ran for ran, _ in spent), default=0)
-        self.factor = 1.0 + sum(waited for _, waited in spent) / longest if longest > 0 else None
+        busy = [waited / ran for ran, waited in spent if ran > 0 and 2 * ran >= longest]
+        self.factor = 1.0 + max(busy) if busy else None
 
 
 def _scheduled() -> dict[str, tuple[int, int]]:

@@ -118,4 +118,4 @@ register(
     _rotary,
     _rotary_fake,
 )
-register_gradients("rotary", _setup_context, _autograd_backward, again=True)
+register_gradients("rotary", _setup_context, _autograd_backward, twice_differentiable=True)

@@ -289,7 +289,7 @@ class Classifier:
 
 
 def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:
-    """The forward of a class, or its rewrite. in_wrapper: as _Pattern's."""
+    """The forward of a class, or its rewrite. in_wrapper: as InForward's."""
     outer = plain_forward(cls)
     if in_wrapper or returns_as_is(outer):
         return read_forward(method_of(cls, "forward"), source)

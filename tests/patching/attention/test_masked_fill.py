@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 PATTERN = "attention_softmax"
 LEAST = torch.finfo(torch.float32).min
+FILL, PRODUCT = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)", "context = weights @ values"
 
 
 class Filled(nn.Module):
@@ -108,21 +109,46 @@ def test_values_of_fewer_batches(scores: Tensor, hidden: Tensor) -> None:
     assert report.calls() == {"": (1, 0)}
 
 
-class FilledWithLittle(Filled):
-    def forward(self, scores, mask, values):  # type: ignore[no-untyped-def]
-        scores = scores.masked_fill(mask, -0.5)
-        weights = nn.functional.softmax(scores, dim=-1)
-        weights = self.dropout(weights)
-        context = weights @ values
-        return context, weights
-
-
-def test_another_number_is_filled_in_as_before(scores: Tensor, hidden: Tensor) -> None:
-    module, values = FilledWithLittle(), torch.randn(5, 6)
+def compare(body: str, scores: Tensor, hidden: Tensor, values: Tensor, train: bool = True) -> None:
+    """Of a forward that is patched: fused, and what the original computes."""
+    cls = written(Filled, body, globals(), "scores, mask, values")
+    module, original = (cls(0.0).train(train) for _ in range(2))
     report = patch_model(module, patterns=[PATTERN])
-    for ours, theirs in zip(*(outcome(m, scores, hidden, values) for m in (module, FilledWithLittle())), strict=True):
-        assert torch.equal(ours, theirs)
-    assert report.calls() == {"": (0, 1)}
+    for ours, theirs in zip(*(outcome(m, scores, hidden, values) for m in (module, original)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert report.calls() == {"": (1, 0)}
+
+
+LINES = f"""
+{FILL}
+weights = torch.softmax(scores, dim=-1)
+dropped = self.dropout(weights)
+"""
+
+
+def test_the_lowest_number_of_another_dtype(scores: Tensor, hidden: Tensor, values: Tensor) -> None:
+    body = f"{LINES.replace('scores.dtype', 'torch.float16')}context = dropped @ values[:2, None]; return (context,)"
+    compare(body, scores, hidden, values)
+
+
+def test_a_vector_of_values(scores: Tensor, hidden: Tensor) -> None:
+    compare(f"{LINES}context = torch.matmul(dropped, values); return (context,)", scores, hidden, torch.randn(5))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_product_takes_the_name_of_the_weights_before_dropout(
+    train: bool, scores: Tensor, hidden: Tensor, values: Tensor
+) -> None:
+    compare(f"{LINES}weights = dropped @ values[:2, None]; return values, weights", scores, hidden, values, train)
+
+
+def test_saved_by_torch_jit(scores: Tensor, hidden: Tensor, values: Tensor, tmp_path: Any) -> None:
+    module = Filled().eval()
+    patch_model(module, patterns=[PATTERN])
+    traced = torch.jit.trace(module, (scores, hidden, values))
+    torch.jit.save(traced, tmp_path / "traced.pt")
+    for ours, theirs in zip(traced(scores, hidden, values), Filled()(scores, hidden, values), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["integers", "a number", "too wide", "more dimensions", "a transform"])
@@ -134,7 +160,7 @@ def test_what_may_not_be_added_is_filled_as_before(kind: str, scores: Tensor, hi
             module(scores, torch.zeros(2, 2, 3, 4, dtype=torch.bool), values)
     elif kind == "more dimensions":
         for ours, theirs in zip(*(each(scores, hidden[None], values) for each in (module, Filled())), strict=True):
-            assert ours.shape == theirs.shape and torch.equal(ours, theirs)
+            torch.testing.assert_close(ours, theirs)
     elif kind == "a transform":
         tangent = torch.ones_like(scores)
         ours, theirs = (
@@ -145,27 +171,30 @@ def test_what_may_not_be_added_is_filled_as_before(kind: str, scores: Tensor, hi
     else:
         with pytest.raises((RuntimeError, TypeError)):
             module(scores, hidden.long() if kind == "integers" else 1, values)
-    assert report.calls() == {"": (0, 1)}
+    assert report.calls() == {"": (int(kind in ("more dimensions", "a transform")), 0)}
 
 
-FILL, PRODUCT = "scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)", "context = weights @ values"
 FORWARDS = {
     "as DeBERTa's": ([FILL], [PRODUCT], True),
     "matmul": ([FILL], ["context = torch.matmul(weights, values)"], True),
-    "a number": (["scores = scores.masked_fill(~mask, -1e9)"], [PRODUCT], True),
-    "a call that may count": (["scores = scores.masked_fill(mask, self.next())"], [PRODUCT], False),
-    "a mask that is computed": (["scores = scores.masked_fill(self.mask(), 0.0)"], [PRODUCT], False),
+    "a number": (["scores = scores.masked_fill(~mask, -1e9)"], [PRODUCT], False),
+    "a mask of another function": ([FILL.replace("torch.finfo", "torch.iinfo")], [PRODUCT], False),
+    "a dtype that is computed": ([FILL.replace("(scores.dtype", "(self.next().dtype")], [PRODUCT], False),
+    "a mask that is computed": ([FILL.replace("mask,", "self.mask(),")], [PRODUCT], False),
     "in place, where other names may see it": ([FILL.replace("fill(", "fill_(")], [PRODUCT], False),
-    "another name": (["filled = scores.masked_fill(mask, 0.0)"], [PRODUCT], False),
-    "other scores": (["scores = values.masked_fill(mask, 0.0)"], [PRODUCT], False),
+    "another name": ([FILL.replace("scores =", "filled =")], [PRODUCT], False),
+    "other scores": ([FILL.replace("scores.m", "values.m")], [PRODUCT], False),
     "a sum after it": ([FILL, "scores = scores + mask"], [PRODUCT], False),
     "scores read later": ([FILL], [PRODUCT, "context = context + scores"], False),
+    "weights that are written to": ([FILL], [PRODUCT, "weights *= 2.0"], False),
+    "weights beside the output": ([FILL], [PRODUCT, "return context, weights"], True),
     "no product": ([FILL], ["context = weights * values"], False),
     "a product of others": ([FILL], ["context = values @ values"], False),
     "another function": ([FILL], ["context = torch.add(weights, values)"], False),
     "the weights' name": ([FILL], ["weights = weights @ values", "context = weights"], False),
     "weights on the right": ([FILL], ["context = values @ weights"], False),
     "weights on both sides": ([FILL], ["context = weights @ (values @ weights)"], False),
+    "other views": ([FILL], ["context = weights.view(2, -1) @ values"], False),
     "other rows": ([FILL], ["context = weights.transpose(1, 2) @ values"], False),
 }
 
@@ -177,7 +206,7 @@ def test_which_fills_join_the_softmax(name: str) -> None:
     cls = written(Filled, "\n".join([*lines, "return context"]), globals(), "scores, mask, values")
     found = read_softmax_regions(cls)
     regions = found.chosen if isinstance(found, SoftmaxRegions) else ()
-    assert [region.fill is not None for region in regions] == [joins] * len(regions) and (regions or not joins)
+    assert [bool(region.fill) for region in regions] == [joins] * len(regions) and (regions or not joins)
     assert [len(region.statements) for region in regions if joins] == [4] * joins
 
 
@@ -187,6 +216,6 @@ def test_rows_that_pass_gradients_on_are_not_verified(broken: str, monkeypatch: 
         "product": lambda self, weights, values: torch.matmul(weights, values),
         "read": lambda self, weights: weights,
     }
-    monkeypatch.setattr(masked_fill.Filled, broken, wrong[broken])
+    monkeypatch.setattr(masked_fill.AddedMask, broken, wrong[broken])
     report = patch_model(Filled(), patterns=[PATTERN])
     assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}

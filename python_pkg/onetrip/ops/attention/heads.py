@@ -177,7 +177,7 @@ def attend(operands: Operands, rng: Rng | None, plan: Plan) -> tuple[Tensor, Ten
     del scores
     if len(cuts) == 1:
         output = torch.bmm(folded(weights, n_key_heads)[..., weights.shape[-1] - n_keys :], value.flatten(0, 1))
-        # No view, as empty_output.
+        # Not a view: callers may write to the output in place.
         return torch.ops.aten._unsafe_view(output, (*query.shape[:3], value.shape[3])), weights, p
     # As models lay it out next, (batch, Q, heads, width): the transpose back costs them no copy.
     output = empty_output(query, value)

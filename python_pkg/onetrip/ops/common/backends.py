@@ -11,6 +11,7 @@ import importlib
 import os
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -40,18 +41,19 @@ DISPATCHER = "dispatcher"
 _process_choice: str | None = None  # None: not asked yet, see _process_wide
 _local_choice: ContextVar[str | None] = ContextVar("onetrip_backend", default=None)
 _IN_TORCH = "onetrip_backend"
-_n_open = 0  # of use_backend's blocks: without any, nobody asks torch
 _counting = threading.Lock()
 
 
-class _Block(NamedTuple):
-    """A with block of use_backend."""
+class _Choice(NamedTuple):
+    """What a with block of use_backend chose, in which thread."""
 
     name: str
     thread: int
 
 
-_block = functools.cache(_Block)  # kept for good, see _keep_in_torch
+_choice_of = functools.cache(_Choice)  # kept for good: from torch 2.11 on ours is one reference too many
+_open: Counter[_Choice] = Counter()
+"""Choices of blocks that have not ended: without any, nobody asks torch."""
 
 
 @functools.cache
@@ -133,41 +135,43 @@ def use_backend(name: str) -> Iterator[None]:
     """Use this backend inside the with block (this thread or task); an eager backward follows its forward; a traced
     or compiled one chooses when it runs. What a backward called in the block computes again on a GPU (a checkpoint)
     uses it too; there tasks that take turns in one thread share the block that was entered last."""
-    global _n_open
     token = _local_choice.set(_checked("use_backend", name))
-    block, outside = _block(name, threading.get_ident()), _block_in_torch()
-    _keep_in_torch(block)
+    choice, outside = _choice_of(name, threading.get_ident()), _choice_in_torch()
+    _keep_in_torch(choice)
     with _counting:
-        _n_open += 1
+        _open[choice] += 1
     try:
         yield
     finally:
         with _counting:
-            _n_open -= 1
-        if _block_in_torch() is block:
-            _keep_in_torch(outside if _n_open else None)
+            _open[choice] -= 1
+            if not _open[choice]:
+                del _open[choice]
+        if _choice_in_torch() is choice:
+            _keep_in_torch(outside if outside in _open else None)
         _local_choice.reset(token)
 
 
-def _keep_in_torch(block: _Block | None) -> None:
+def _keep_in_torch(choice: _Choice | None) -> None:
     """torch up to 2.10 takes no reference of its own, but releases one when it is given another object."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
-    torch._C._stash_obj_in_tls(_IN_TORCH, block)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(choice))
+    torch._C._stash_obj_in_tls(_IN_TORCH, choice)
 
 
-def _block_in_torch() -> _Block | None:
+def _choice_in_torch() -> _Choice | None:
     """A backward of tensors on a GPU runs in threads of torch's, to which it takes what torch keeps for the thread
     that called it; a context variable stays behind."""
     if not torch._C._is_key_in_tls(_IN_TORCH):
         return None
-    block: _Block | None = torch._C._get_obj_in_tls(_IN_TORCH)
-    return block
+    choice: _Choice | None = torch._C._get_obj_in_tls(_IN_TORCH)
+    return choice
 
 
 def _of_the_callers_block() -> str | None:
     """The choice of the thread that called the backward in which this thread works."""
-    block = _block_in_torch()
-    return None if block is None or block.thread == threading.get_ident() else block.name
+    choice = _choice_in_torch()
+    is_another = choice is not None and choice in _open and choice.thread != threading.get_ident()
+    return choice.name if choice is not None and is_another else None
 
 
 def _process_wide() -> str:
@@ -197,7 +201,7 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool, family: 
     Raises RuntimeError where a backend was asked for by name and cannot run or lacks the family, TypeError where it
     lacks a dtype.
     """
-    name = _local_choice.get() or (_n_open and _of_the_callers_block()) or _process_choice or _process_wide()
+    name = _local_choice.get() or (_of_the_callers_block() if _open else None) or _process_choice or _process_wide()
     if name == "auto":
         return _automatic(device, family) if in_kernel_dtypes else "reference"
     if name != "reference":

@@ -37,14 +37,14 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 def register_gradients(
-    name: str, save: Callable[..., None], backward: Callable[..., Any], *, again: bool = False
+    name: str, save: Callable[..., None], backward: Callable[..., Any], *, twice_differentiable: bool = False
 ) -> None:
-    """save(ctx, inputs, output) and backward(ctx, *gradients), as those of an autograd.Function. again: whether what
-    backward returns can be differentiated; else it raises RuntimeError where that is wanted."""
+    """save(ctx, inputs, output) and backward(ctx, *gradients), as those of an autograd.Function.
+    Unless twice_differentiable, backward raises RuntimeError where its gradients are to be differentiated again."""
 
     def backward_once(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward(name)
         return backward(ctx, *grads)
 
-    run = backward if again else backward_once
+    run = backward if twice_differentiable else backward_once
     torch.library.register_autograd(f"onetrip::{name}", run, setup_context=save, lib=library)

@@ -1,12 +1,14 @@
-"""Scores that a mask fills with the least number before their softmax, as DeBERTa's.
+"""Scores that a mask fills with the lowest finite number before their softmax, as DeBERTa's.
 
     scores = scores.masked_fill(mask, torch.finfo(x.dtype).min)
     weights = dropout(softmax(scores, dim=-1))
-    context = torch.bmm(weights.view(...), values)
+    context = torch.bmm(weights.view(-1, weights.size(-2), weights.size(-1)), values)
 
-The fused softmax adds that number instead. The weights are the same: 0 under the mask, and all alike in a row that is
-masked everywhere. So are the gradients, but in such a row: there the original gives its scores none. So hidden rows of
-the weights pass none on, neither from the product nor from what else reads the weights.
+The fused softmax adds that number instead. The weights of finite scores are the same: 0 under the mask, and equal in a
+row that is masked everywhere. So are the gradients, but in such a row: there the original gives its scores none. So
+hidden rows of the weights pass none on, neither from the product nor from what else reads the weights.
+
+In float16 scores may overflow under the mask, which an addition would not hide: there the fill stays a statement.
 """
 
 from __future__ import annotations
@@ -18,33 +20,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.common.tracing import is_transformed
+from ...ops.common.tracing import is_jit_tracing, is_transformed
 from .. import calls
 from ..forward import Forward
 from ..source import calls_in, first_match, resolve
 
 _PRODUCTS = (torch.matmul, torch.bmm)
+_LEFT = ("W.view(-1, W.size(-2), W.size(-1))", "W.reshape(-1, W.size(-2), W.size(-1))", "W")
 
 
 @dataclass(frozen=True)
-class Filled:
+class AddedMask:
     """A mask of scores, for the fused softmax and what reads its weights."""
 
     mask: Tensor
-    """float32, added to the scores: the least number where they are masked, 0 elsewhere."""
+    """float32, added to the scores: the lowest number where they are masked, 0 elsewhere."""
     hidden: Tensor
     """bool [..., queries, 1] of the scores' shape: rows that are masked everywhere."""
 
     def product(self, weights: Tensor, values: Tensor) -> Tensor:
         """weights @ values. The first dimensions of the weights may have been joined."""
+        if values.dim() < 2 or not torch.is_grad_enabled():
+            return torch.matmul(self.read(weights), values)
         half = calls.autocast_dtype(weights)
         if half is not None:
             weights, values = weights.to(half), values.to(half)
-        return _Product.apply(weights, values, self.hidden.reshape(*weights.shape[:-1], 1))
+        return _Product.apply(weights, values, self._rows(weights))
 
     def read(self, weights: Tensor) -> Tensor:
         """The weights, for other readers."""
-        return _Read.apply(weights, self.hidden.reshape(*weights.shape[:-1], 1))
+        return _Read.apply(weights, self._rows(weights)) if torch.is_grad_enabled() else weights
+
+    def _rows(self, weights: Tensor) -> Tensor:
+        return self.hidden.reshape(*weights.shape[:-1], 1)
 
 
 class _Product(torch.autograd.Function):
@@ -85,39 +93,43 @@ class _Read(torch.autograd.Function):
         return gradients[0].masked_fill(ctx.saved_tensors[0], 0.0), None
 
 
-def filled(scores: Tensor, mask: Any, value: Any) -> Filled | None:
+def added_mask(scores: Tensor, mask: Any) -> AddedMask | None:
     """None where an added mask may not do what masked_fill does."""
-    if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and isinstance(value, float)):
+    if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and 0 < mask.dim() <= scores.dim()):
         return None
-    if calls.is_distributed(mask) or mask.device != scores.device or mask.dim() > scores.dim():
+    if calls.is_distributed(mask) or mask.device != scores.device:
         return None
     if any(size not in (1, of) for size, of in zip(mask.shape[::-1], scores.shape[::-1], strict=False)):
         return None
-    is_reverse = torch.compiler.is_compiling() or not is_transformed()
-    if not is_reverse or value != torch.finfo(scores.dtype).min or mask.dim() == 0:
+    if scores.dtype == torch.float16:
+        return None
+    if not torch.compiler.is_compiling() and (is_transformed() or is_jit_tracing()):
         return None
     added = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(mask, torch.finfo(torch.float32).min)
-    return Filled(added, mask.all(-1, keepdim=True).expand(*scores.shape[:-1], 1))
+    return AddedMask(added, mask.all(-1, keepdim=True).expand(*scores.shape[:-1], 1))
 
 
-def read_fill(statement: ast.stmt, scores: str, forward: Forward) -> tuple[str, str] | None:
-    """(mask, value) of `scores = scores.masked_fill(mask, value)`, which may be evaluated twice."""
+def read_fill(statement: ast.stmt, scores: str, forward: Forward) -> str:
+    """The mask of `scores = scores.masked_fill(mask, torch.finfo(dtype).min)`, which may be evaluated twice; empty for
+    another statement."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == scores:
-            found = first_match(("X.masked_fill(M, V)",), value)
+            found = first_match(("X.masked_fill(M, F(T.dtype).min)",), value)
         case _:
-            return None
-    if found is None or ast.unparse(found[1]["X"]) != scores or calls_in(found[1]["M"]):
-        return None
-    if any(resolve(call.func, forward.globals) is not torch.finfo for call in calls_in(found[1]["V"])):
-        return None
-    return ast.unparse(found[1]["M"]), ast.unparse(found[1]["V"])
+            return ""
+    if found is None or resolve(found[1]["F"], forward.globals) is not torch.finfo:
+        return ""
+    filled, mask, like = (found[1][name] for name in "XMT")
+    if ast.unparse(filled) != scores or calls_in(mask) or calls_in(like):
+        return ""
+    return ast.unparse(mask)
 
 
-def read_product(statement: ast.stmt, weights: str, forward: Forward) -> str:
-    """The statement `context = weights @ values`, by Filled.product; empty where it is another one."""
+def read_product(statement: ast.stmt, weights: str, forward: Forward, *names: str) -> str:
+    """The statement `context = weights @ values`, by AddedMask.product; empty where it is another one. names: more that
+    must keep what they are."""
     match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name != weights:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in (weights, *names):
             pass
         case _:
             return ""
@@ -130,9 +142,8 @@ def read_product(statement: ast.stmt, weights: str, forward: Forward) -> str:
                 return ""
         case _:
             return ""
-    match left:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=read), attr="view" | "reshape")) | ast.Name(id=read):
-            names = [node.id for node in ast.walk(values) if isinstance(node, ast.Name)]
-            if read == weights and weights not in names:
-                return f"{name} = filled_.product({ast.unparse(left)}, {ast.unparse(values)})"
-    return ""
+    found = first_match(_LEFT, left)
+    read = {node.id for node in ast.walk(values) if isinstance(node, ast.Name)}
+    if found is None or ast.unparse(found[1]["W"]) != weights or weights in read:
+        return ""
+    return f"{name} = added_.product({ast.unparse(left)}, {ast.unparse(values)})"

@@ -1,7 +1,7 @@
 """Softmax regions: the statements up to a dropped-out softmax, in a forward that asks no attention interface.
 
     scores = scores / math.sqrt(width)          (or * scale; optional)
-    scores = scores + mask                      (optional, repeated, in place (+=), or under an if; or masked_fill)
+    scores = scores + mask                      (optional, repeated, in place (+=), or under an if)
     weights = softmax(scores, dim=-1)
     weights = dropout(weights)
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import getattr_static
 from types import FunctionType
@@ -30,9 +30,9 @@ from ..forward import Forward, Place, places, read_forward
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
 from ..source import Inliner, calls_in, first_match, indented
-from ..verify import RNG, MaskedDropout, VerificationError, check_function, kind_of
+from ..verify import RNG, MaskedDropout, check_function, kind_of
 from .eager import PATTERN
-from .masked_fill import filled, read_fill, read_product
+from .masked_fill import added_mask, read_fill, read_product
 from .reads import caches_beside_products, nodes_after
 from .region_softmax import fits_region, in_dtype_of, region_softmax
 
@@ -72,9 +72,10 @@ class Region:
     """The name of the dropout module; empty for functional.dropout and for none."""
     p: str
     """0.0 if there is no dropout."""
-    fill: tuple[str, str] | None = None
-    """Mask and value of a masked_fill before the softmax, and the product with the weights after it."""
+    fill: str = ""
+    """The mask of a masked_fill before the softmax (masked_fill.py)."""
     product: str = ""
+    """The product with the weights after it, where there is a fill."""
     reads_weights: bool = False
     """Whether the weights are read after the product."""
 
@@ -137,11 +138,11 @@ def _unfused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tens
 
 
 def _fused_fill(p: float, mask: Tensor, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    fill = filled(scores, mask, torch.finfo(scores.dtype).min)
-    if fill is None:
-        raise VerificationError("scores cannot be filled")
-    weights = region_softmax(scores, (fill.mask,), None, dropout_p=p, rng=RNG)
-    return fill.product(weights, values), fill.read(weights)
+    added = added_mask(scores, mask)
+    if added is None:  # float16
+        return _unfused_fill(p, mask, scores, values)
+    weights = region_softmax(scores, (added.mask,), None, dropout_p=p, rng=RNG)
+    return added.product(weights, values), added.read(weights)
 
 
 def _unfused_fill(p: float, mask: Tensor, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +253,7 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
     form = first_match(("X.to(T.dtype)",), cast[1]) if cast is not None and cast[0] == weights else None
     if form is not None and inner[0] == SOFTMAXES[0] and ast.unparse(form[1]["X"]) == weights:
         inner, last = (inner[0], form[1] | inner[1]), index + 1
-    masks, scale, start, fill = [], "1.0", index, None
+    masks, scale, start, fill = [], "1.0", index, ""
     if (added := first_match(MASKS, scores)) is not None and _is_pure(added[1]["M"]):
         scores, masks = added[1]["X"], [ast.unparse(added[1]["M"])]
     elif isinstance(scores, ast.Name) and (scores.id == weights or not _is_read_after(tree, scores.id, block[index])):
@@ -264,7 +265,7 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
         masks, start = [each.source for each in found[n_before:]], start + n_before
         if scaled is not None and not n_before:
             scale, start = scaled, start - 1
-        fill = read_fill(block[index - 1], scores.id, forward) if index else None
+        fill = read_fill(block[index - 1], scores.id, forward) if index else ""
 
     like = ast.unparse(inner[1]["T"]) if "T" in inner[1] else "None"
     stop, result, undropped, child, p = last + 1, weights, "", "", "0.0"
@@ -279,23 +280,27 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
     elif not masks:
         return None
     names = [result, undropped] if undropped else [result]
-    product = "" if fill is None or stop == len(block) else read_product(block[stop], result, forward)
-    if product:
+    for_products = caches_beside_products(forward, block[stop - 1], *names, may_be_returned=may_be_returned) == set()
+    product = "" if not fill or stop == len(block) else read_product(block[stop], result, forward, *names)
+    reads_weights = product != "" and any(getattr(node, "id", "") in names for node in nodes_after(tree, block[stop]))
+    if product and (for_products or not reads_weights):
         start, stop = index - 1, stop + 1
+    else:
+        fill = ""
     return Region(
         statements=tuple(block[start:stop]),
         result=result,
         undropped=undropped,
         scores=ast.unparse(scores),
         like="scores_" if like == ast.unparse(scores) else like,
-        for_products=caches_beside_products(forward, block[stop - 1], *names, may_be_returned=may_be_returned) == set(),
+        for_products=for_products,
         masks=tuple(masks),
         scale=scale,
         child=child,
         p=p,
-        fill=fill if product else None,
+        fill=fill,
         product=product,
-        reads_weights=any(_is_read_after(tree, name, block[stop - 1]) for name in names),
+        reads_weights=reads_weights,
     )
 
 
@@ -390,24 +395,25 @@ def _fused_statements(region: Region) -> list[ast.stmt]:
     if region.undropped:
         tests.append(f"{p} == 0.0")
         result += f" = {region.undropped}"
-    masks, fill, rest = "masks_", "", ""
-    if region.fill is not None:
-        tests.append("filled_ is not None")
-        masks, fill = "(filled_.mask,)", f"\nfilled_ = make_filled_(scores_, {', '.join(region.fill)})"
-        rest = f"\n    {region.product}"
+    masks, rest, otherwise = "masks_", "", f"count_fallback_(self)\n{region.source}"
+    if region.fill:
+        tests.append(f"(added_ := added_mask_(scores_, {region.fill})) is not None")
+        masks, rest = "(added_.mask,)", f"\n    {region.product}"
         if region.reads_weights:
-            rest += f"\n    {result} = filled_.read({region.result})"
+            rest += f"\n    {result} = added_.read({region.result})"
+        filling, *inner, product = region.statements
+        unfilled = replace(region, statements=tuple(inner), fill="")
+        otherwise = "\n".join(map(ast.unparse, (filling, *_fused_statements(unfilled), product)))
     source = f"""\
 scores_ = {region.scores}
-masks_ = ({"".join(f"{mask}, " for mask in region.masks)}){fill}
+masks_ = ({"".join(f"{mask}, " for mask in region.masks)})
 scale_ = {region.scale}
 like_ = {region.like}
 if {" and ".join(tests)}:
     count_fused_(self)
     {result} = region_softmax_(scores_, {masks}, like_, scale=scale_, dropout_p={p}){rest}
 else:
-    count_fallback_(self)
-{indented(region.source)}"""
+{indented(otherwise)}"""
     return ast.parse(source).body
 
 
@@ -415,7 +421,7 @@ NAMES: dict[str, Any] = {
     "fits_region_": fits_region,
     "region_softmax_": region_softmax,
     "in_dtype_of_": in_dtype_of,
-    "make_filled_": filled,
+    "added_mask_": added_mask,
     "count_fused_": calls.count_fused,
     "count_fallback_": calls.count_fallback,
     "is_plain_": calls.is_plain,
