@@ -74,8 +74,8 @@ def test_gpus_without_clusters(gpu: dict[str, str], capability: int) -> None:
 TRITON = {
     "row_norm": (
         "ops/test_row_norm_[bg]*.py ops/test_contract*.py",
-        "triton and (which_others and (0.4 or 1024) or replay and (256 or 8192) or f32-bias"
-        " or rms_block and (checkpoint or compiled_equals))",
+        "triton and (which_others and (0.4 or 1024) or replay and (256 or 8192)"
+        " or rms_block and checkpoint or (rms_block or layer_norm-alone) and compiled_equals)",
         18,
     ),
     "models": ("patching/test_models_gpu.py", "triton and bert and (gradients or fp16)", 2),

@@ -54,9 +54,11 @@ def test_layout_changes_no_bit(target, cols, dtype, layout, operator):
         given = [of_leaves(leaf.detach()).requires_grad_() for leaf in leaves]
         return results_and_gradients(operator.call, given, of_gradients)
 
+    # torch's sigmoid gives other bits in its scalar loop, for strided memory.
+    is_torchs = operator is OPERATORS["activation-dropout"] and target.backend == "reference"
     expected = found(copied, copied)
     for ways in ((layout, copied), (copied, layout), (layout, layout)):
-        assert_same(found(*ways), expected, operator.compare)
+        assert_same(found(*ways), expected, torch.testing.assert_close if is_torchs else operator.compare)
 
 
 def check_empty(target: Target, operator: Operator, rows: int, cols: int) -> None:
@@ -159,16 +161,17 @@ def test_wrapped_tensors_reach_their_own_dispatch_in_any_role(target, operator):
 def test_results_may_be_written_to(target, operator, layout):
     """As torch's; autograd forbids it of views that a Function returns. Where backward reads the result, it raises."""
     leaves = [LAYOUTS[layout](leaf.detach()).requires_grad_() for leaf in operator.leaves(target)]
-    outputs = outputs_of(operator.call(*leaves))
-    expected = torch.autograd.grad(outputs, leaves, [torch.full_like(y, 3.0) for y in outputs])
-    outputs = outputs_of(operator.call(*leaves))
-    for y in outputs:
-        y.mul_(3.0)
-    if "saves_result" in operator.traits:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(sum(y.sum() for y in outputs), leaves)
-    else:
-        assert_same(torch.autograd.grad(sum(y.sum() for y in outputs), leaves), expected)
+    for i in range(len(outputs_of(operator.call(*leaves)))):
+        outputs = outputs_of(operator.call(*leaves))
+        factors = [torch.full_like(y, 3.0 if i == j else 1.0) for j, y in enumerate(outputs)]
+        expected = torch.autograd.grad(outputs, leaves, factors)
+        outputs = outputs_of(operator.call(*leaves))
+        outputs[i].mul_(3.0)
+        if i == operator.saves:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(sum(y.sum() for y in outputs), leaves)
+        else:
+            assert_same(torch.autograd.grad(sum(y.sum() for y in outputs), leaves), expected)
 
 
 @each_operator()
@@ -182,7 +185,7 @@ def test_each_gradient_alone_has_the_bits_that_it_has_beside_the_others(target, 
         assert_same(torch.autograd.grad(used, given[i], cotangents), [whole])
 
 
-def check_hooks(target: Target, operator: Operator, unpacked: Callable[[Tensor], Tensor]) -> None:
+def check_hooks(target: Target, operator: Operator, unpacked: Callable[[Tensor], Tensor], compare: Any) -> None:
     """They are asked for each saved tensor once: non-reentrant checkpointing raises at a second time."""
     leaves, packed, asked = operator.leaves(target), [], []
 
@@ -193,20 +196,23 @@ def check_hooks(target: Target, operator: Operator, unpacked: Callable[[Tensor],
     expected = results_and_gradients(operator.call, leaves)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, unpack):
         found = results_and_gradients(operator.call, leaves)
-    assert len(asked) <= len(packed)
-    assert_same(found, expected, torch.testing.assert_close)
+    assert len(asked) in (0, len(packed))
+    assert_same(found, expected, compare)
 
 
 @each_operator()
 def test_hooks_may_give_saved_tensors_of_other_strides(target, operator):
-    check_hooks(target, operator, every_other)
+    check_hooks(target, operator, every_other, operator.compare)
 
 
 @each_operator(but="rotary cross_entropy linear attention")
 def test_hooks_may_give_saved_rows_in_float64(target, operator):
-    check_hooks(
-        target, operator, lambda tensor: tensor.double() if tensor.dim() > 1 and tensor.is_floating_point() else tensor
-    )
+    of_any_shape = "cuda" in operator.traits  # statistics and weights, too
+
+    def widened(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() and (of_any_shape or tensor.dim() > 1) else tensor
+
+    check_hooks(target, operator, widened, torch.testing.assert_close)
 
 
 @pytest.mark.promise("D2")
@@ -223,9 +229,10 @@ def test_a_hundred_repeats_are_bitwise_equal(target, operator):
 @pytest.mark.promise("softmax D2, D9")
 @each_operator(but="linear attention moe_combine")  # whose sums are torch's
 @pytest.mark.parametrize("size", [(7, 33), (1000, 100), (77, 3000), (3, 70_000)], ids=str)
-def test_no_bit_depends_on_the_number_of_threads(operator, size):
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+def test_no_bit_depends_on_the_number_of_threads(operator, size, dtype):
     needs(Target("cpu", "cpu"))
-    leaves = operator.leaves(CPU, *size)
+    leaves = operator.leaves(CPU, *size, dtype)
     with use_backend("cpu"):
         first, *others = with_each_number_of_threads(lambda: results_and_gradients(operator.call, leaves))
     for other in others:

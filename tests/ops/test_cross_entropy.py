@@ -60,6 +60,11 @@ def test_loss_and_gradient_of_logits(target, width, dtype, options):
     assert_bitwise(logits.detach(), before)
 
 
+def test_labels_of_any_stride(target):
+    x, labels = torch.randn(5, 12, device=target.device), torch.arange(10, device=target.device)
+    assert_bitwise(ops.cross_entropy(x, labels[::2]), ops.cross_entropy(x, labels[::2].clone()))
+
+
 @ALL_DTYPES
 def test_one_class(target, dtype):
     logits = torch.randn(9, 1, device=target.device).to(dtype).requires_grad_()

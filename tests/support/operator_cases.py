@@ -23,14 +23,20 @@ LOSS: Any = {"label_smoothing": 0.1, "softcap": 5.0, "lse_square_scale": 0.02}
 CPU = Target("cpu", "auto")
 
 
+TRAITS = frozenset(("cuda", "drops", "free_sums"))
+
+
 class Operator(NamedTuple):
     call: Callable[..., Any]
-    """Takes the leaves; where it drops, dropout_p and rng too, which are DROPOUT otherwise."""
+    """Called with the leaves. One that drops also takes dropout_p= and rng=; without them it has DROPOUT, whose pinned
+    rng keeps the call off the native eager path."""
     shapes: Callable[[int, int], tuple[Shape, ...]]
     """Of the leaves, by rows and columns."""
     traits: str = ""
-    """cuda: the backend of that name has kernels. drops: it has dropout. saves_result: backward reads the result.
+    """Of TRAITS. cuda: the backend of that name has kernels. drops: it has dropout.
     free_sums: their order depends on strides or on the compiler, as of torch's products, a mean, a bias' gradient."""
+    saves: int | None = None
+    """Index of the result that backward reads."""
 
     @property
     def compare(self) -> Callable[[Any, Any], None]:
@@ -54,7 +60,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _labels(x: Tensor, n_classes: int, ignored: bool = True) -> Tensor:
-    """Of no other size than x's rows, whatever traces them; some are -100."""
+    """Computed from x, so that what traces a call sees their number depend on x's rows; a third are -100."""
     labels = x.detach().argmax(-1) % n_classes
     return torch.where(labels % 3 == 1, -100, labels) if ignored else labels
 
@@ -78,6 +84,12 @@ def _block(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, norm_bias: Tensor | None = None, **more: Any
 ) -> Any:
     return ops.bias_dropout_residual_norm(x, residual, weight, norm_bias, bias=bias, **DROPOUT | more)
+
+
+def _norm_and_x(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Where nothing is added, what is normalized is x itself: copied, to be a result like others."""
+    y, z = ops.bias_dropout_residual_norm(x, None, weight, norm="rms", return_residual=True)
+    return y, z.clone()
 
 
 def _rows_and_vectors(n_rows: int, n_vectors: int) -> Callable[[int, int], tuple[Shape, ...]]:
@@ -121,14 +133,23 @@ OPERATORS = {
         lambda *t, **drop: _block(*t[:2], *map(_wide, t[2:]), **drop), _rows_and_vectors(2, 3), "cuda drops"
     ),
     "block-and-sum": Operator(
-        lambda *t, **drop: _block(*t, return_residual=True, **drop), _rows_and_vectors(2, 3), "cuda drops saves_result"
+        lambda *t, **drop: _block(*t, return_residual=True, **drop), _rows_and_vectors(2, 3), "cuda drops", saves=1
     ),
     "rms_block-and-sum": Operator(
         lambda *t, **drop: _block(*t, return_residual=True, norm="rms", **drop),
         _rows_and_vectors(2, 2),
-        "cuda drops saves_result",
+        "cuda drops",
+        saves=1,
     ),
-    "softmax": Operator(lambda *t: ops.softmax(*t, scale=0.5, causal=True), _scores_and_bias, "cuda saves_result"),
+    # Without dropout and learned masks calls and their backward stay native.
+    "sum-native": Operator(ops.bias_dropout_residual, _x_x, "cuda"),
+    "norm_of_sum-native": Operator(ops.bias_dropout_residual_norm, _rows_and_vectors(2, 2), "cuda"),
+    "rms_norm_of_sum-and-sum-native": Operator(
+        lambda *t: ops.bias_dropout_residual_norm(*t, norm="rms", return_residual=True), _x_x_vector, "cuda", saves=1
+    ),
+    "rms_norm-and-x": Operator(_norm_and_x, _x_vector, "cuda"),
+    "softmax-native": Operator(lambda x: ops.softmax(x, scale=0.5, causal=True), _x, "cuda", saves=0),
+    "softmax": Operator(lambda *t: ops.softmax(*t, scale=0.5, causal=True), _scores_and_bias, "cuda", saves=0),
     "softmax-dropout": Operator(
         lambda x, mask, **drop: ops.softmax(x, _wide(mask), **DROPOUT | drop), _scores_and_row, "cuda drops"
     ),
@@ -143,7 +164,7 @@ OPERATORS = {
         lambda x, **drop: ops.bias_activation(x, None, "silu", **DROPOUT | drop), _x, "drops"
     ),
     "bias_activation-relu": Operator(
-        lambda *t, **drop: ops.bias_activation(*t, "relu", **DROPOUT | drop), _x_vector, "drops saves_result free_sums"
+        lambda *t, **drop: ops.bias_activation(*t, "relu", **DROPOUT | drop), _x_vector, "drops free_sums", saves=0
     ),
     "rotary_embedding": Operator(_rotary, _rotated),
     "rotary_embedding-interleaved": Operator(lambda *t: _rotary(*t, interleaved=True), _rotated),
@@ -167,9 +188,7 @@ OPERATORS = {
         _attending,
         "drops free_sums",
     ),
-    "attention-weights": Operator(
-        lambda *t: attention(*t, scale=0.5, causal=True), _attending, "saves_result free_sums"
-    ),
+    "attention-weights": Operator(lambda *t: attention(*t, scale=0.5, causal=True), _attending, "free_sums", saves=1),
 }
 
 
@@ -246,6 +265,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def each_operator(but: str = "", trait: str = "") -> pytest.MarkDecorator:
     """All that have the trait, but for those whose names begin with one of these words."""
+    assert not trait or trait in TRAITS
+    assert all(any(name.startswith(word) for name in OPERATORS) for word in but.split()), but
     chosen = {name: each for name, each in OPERATORS.items() if trait in each.traits}
     chosen = {name: each for name, each in chosen.items() if not any(map(name.startswith, but.split()))}
     return pytest.mark.parametrize("operator", chosen.values(), ids=chosen.keys())
