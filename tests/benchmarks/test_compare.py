@@ -206,7 +206,7 @@ def test_times_are_written_out(value: float, text: str) -> None:
 
 
 def loaded(before: float | None, after: float | None, ratio: float, make: Make, device: str = "cpu") -> list[Path]:
-    """Two runs of which the later took ratio times as long, while other processes made calls so much slower."""
+    """Two runs of which the later took ratio times as long, while waiting for a CPU made calls so much slower."""
     paths = []
     for name, slowdown, time in (("a", before, 10.0), ("b", after, 10.0 * ratio)):
         path = make(f"{name}.json", entry("onetrip cpu", forward=figures(time)))
@@ -223,7 +223,7 @@ def test_two_runs_of_the_same_code_under_load_are_not_slower(make: Make, before:
     paths = loaded(before, after, 1.9, make)
     assert run(*paths, "--fail-on-slower").exit_code == 0
     output = run(*paths).output
-    assert f"other processes slowed cases by up to {before:.1f}x before, {after:.1f}x after" in output
+    assert f"waiting for a CPU slowed cases by up to {before:.1f}x before, {after:.1f}x after" in output
     assert "changes of up to 2.10x count as noise" in output
 
 

@@ -176,13 +176,23 @@ def test_blocks_that_overlap_leave_nothing_behind(order):
     blocks = {name: (contextvars.copy_context(), onetrip.use_backend(name)) for name in ("reference", "cpu")}
     for context, block in blocks.values():
         context.run(block.__enter__)
-    assert backends._n_open == 2 and backends._block_in_torch().name == "cpu"
+    assert backends._open.total() == 2 and backends._choice_in_torch().name == "cpu"
     for name, left in zip(order, (order[1], None), strict=True):
         context, block = blocks[name]
         context.run(block.__exit__, None, None, None)
-        kept = backends._block_in_torch()
+        kept = backends._choice_in_torch()
         assert (kept and kept.name) == left
-    assert backends._n_open == 0
+    assert not backends._open
+
+
+def test_a_block_that_has_ended_is_not_left_where_another_thread_has_one(monkeypatch):
+    monkeypatch.setitem(backends._open, backends._Choice("cpu", 0), 1)
+    blocks = [(contextvars.copy_context(), onetrip.use_backend(name)) for name in ("reference", "cpu")]
+    for context, block in blocks:
+        context.run(block.__enter__)
+    for context, block in blocks:
+        context.run(block.__exit__, None, None, None)
+    assert backends._choice_in_torch() is None
 
 
 _MANY_SCOPES = """
@@ -205,9 +215,9 @@ def test_torch_keeps_scopes_alive():
 
 
 def test_threads_of_a_backward_follow_the_open_block_that_called_it(monkeypatch):
-    block = backends._Block("reference", threading.get_ident())
-    monkeypatch.setattr(backends, "_block_in_torch", lambda: block)
-    monkeypatch.setattr(backends, "_n_open", 1)
+    block = backends._Choice("reference", threading.get_ident())
+    monkeypatch.setattr(backends, "_choice_in_torch", lambda: block)
+    monkeypatch.setitem(backends._open, block, 1)
 
     def elsewhere() -> str:
         with ThreadPoolExecutor(1) as pool:
