@@ -11,6 +11,7 @@ from onetrip.patching.attention import masked_fill
 from onetrip.patching.attention.softmax_regions import SoftmaxRegions, read_softmax_regions
 from patching_cases import written
 from torch import Tensor, nn
+from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 
 PATTERN = "attention_softmax"
 LEAST = torch.finfo(torch.float32).min
@@ -172,6 +173,11 @@ def test_what_may_not_be_added_is_filled_as_before(kind: str, scores: Tensor, hi
         with pytest.raises((RuntimeError, TypeError)):
             module(scores, hidden.long() if kind == "integers" else 1, values)
     assert report.calls() == {"": (int(kind in ("more dimensions", "a transform")), 0)}
+
+
+def test_the_fill_of_deberta_v2_joins_the_softmax() -> None:
+    found = read_softmax_regions(DisentangledSelfAttention)
+    assert isinstance(found, SoftmaxRegions) and [region.fill for region in found.chosen] == ["~attention_mask"]
 
 
 FORWARDS = {

@@ -53,7 +53,7 @@ class _Choice(NamedTuple):
 
 _choice_of = functools.cache(_Choice)  # kept for good: from torch 2.11 on ours is one reference too many
 _open: Counter[_Choice] = Counter()
-"""Choices of blocks that have not ended: without any, nobody asks torch."""
+"""Choices of blocks that have not ended. While there is none, torch is not asked."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Scores that a mask fills with the lowest finite number before their softmax, as DeBERTa's.
+"""Scores that a mask fills with the lowest finite number before their softmax, as DeBERTa-v2's.
 
     scores = scores.masked_fill(mask, torch.finfo(x.dtype).min)
     weights = dropout(softmax(scores, dim=-1))
@@ -24,6 +24,7 @@ from ...ops.common.tracing import is_jit_tracing, is_transformed
 from .. import calls
 from ..forward import Forward
 from ..source import calls_in, first_match, resolve
+from .region_softmax import is_mask_of
 
 _PRODUCTS = (torch.matmul, torch.bmm)
 _LEFT = ("W.view(-1, W.size(-2), W.size(-1))", "W.reshape(-1, W.size(-2), W.size(-1))", "W")
@@ -95,13 +96,9 @@ class _Read(torch.autograd.Function):
 
 def added_mask(scores: Tensor, mask: Any) -> AddedMask | None:
     """None where an added mask may not do what masked_fill does."""
-    if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and 0 < mask.dim() <= scores.dim()):
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or scores.dtype == torch.float16:
         return None
-    if calls.is_distributed(mask) or mask.device != scores.device:
-        return None
-    if any(size not in (1, of) for size, of in zip(mask.shape[::-1], scores.shape[::-1], strict=False)):
-        return None
-    if scores.dtype == torch.float16:
+    if mask.dim() == 0 or not is_mask_of(scores, mask):
         return None
     if not torch.compiler.is_compiling() and (is_transformed() or is_jit_tracing()):
         return None

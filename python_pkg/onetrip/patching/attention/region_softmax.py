@@ -11,6 +11,7 @@ from torch import Tensor
 from ...ops import softmax
 from ...ops.attention import saturated_mask
 from ...ops.common.backends import HALF, KERNEL_DTYPES
+from ...ops.common.masks import broadcasts
 from ...ops.common.tracing import is_transformed
 from .. import calls
 
@@ -91,9 +92,13 @@ def fits_region(
 
 
 def _fits_mask(scores: Tensor, mask: Any) -> bool:
-    if not isinstance(mask, Tensor) or mask.dtype not in KERNEL_DTYPES or calls.is_distributed(mask):
+    if not isinstance(mask, Tensor) or mask.dtype not in KERNEL_DTYPES:
         return False
     if torch.float32 not in (mask.dtype, scores.dtype) and mask.dtype != scores.dtype:
         return False
-    is_broadcast = all(a in (1, b) for a, b in zip(mask.shape[::-1], scores.shape[::-1], strict=False))
-    return is_broadcast and mask.dim() <= scores.dim() and mask.device == scores.device
+    return is_mask_of(scores, mask)
+
+
+def is_mask_of(scores: Tensor, mask: Tensor) -> bool:
+    """Whether the softmax of the scores takes a mask of that shape and device."""
+    return broadcasts(mask.shape, scores.shape) and mask.device == scores.device and not calls.is_distributed(mask)
