@@ -74,7 +74,7 @@ def halves(matrix: Tensor, plan: GluPlan) -> tuple[Tensor, Tensor]:
 def _joined(gate: Tensor, up: Tensor, plan: GluPlan) -> Tensor:
     """The inverse of halves."""
     if plan.interleaved:
-        return torch.stack((gate, up), dim=-1).flatten(-2)
+        return torch.stack((gate, up), dim=-1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
     return torch.cat((gate, up) if plan.gate_first else (up, gate), dim=-1)
 
 

@@ -312,5 +312,5 @@ def _gradient_of_weights(
         out = None if buffer is None else buffer.view(do.shape[0], do.shape[1], n_keys)
         return torch.bmm(do, v.transpose(1, 2), out=out).view(shape)
     dy = do.new_zeros(shape) if dweights is None else dweights.clone(memory_format=torch.contiguous_format)
-    dy.view(do.shape[0], do.shape[1], shape[-1])[..., shape[-1] - n_keys :].baddbmm_(do, v.transpose(1, 2))
+    _of_keys(dy.view(do.shape[0], do.shape[1], shape[-1]), shape[-1] - n_keys).baddbmm_(do, v.transpose(1, 2))
     return dy
