@@ -256,7 +256,8 @@ class Classifier:
 
     def _sums(self, module: nn.Module, forward: Forward) -> ResidualSums | Unsuitable | None:
         forward, sums = self._once(read_sums, forward)
-        chosen = choose_sums(module, sums, self.norm, self.excluded)
+        is_wrapped = not self._once(returns_as_is, plain_forward(original_class(type(module))))
+        chosen = choose_sums(module, sums, self.norm, self.excluded, is_wrapped)
         if isinstance(chosen, Unsuitable):
             return chosen
         if not chosen:

@@ -242,18 +242,20 @@ class Sum:
     def __call__(self, module: nn.Module, left: Any, right: Any, norm: Any = None) -> Any:
         branch, residual = (left, right) if self.branch == 0 else (right, left)
         x, bias, p = branch if isinstance(branch, Branch) else (branch, None, 0.0)
-        if not _is_sum(x, residual):
-            calls.count_fallback(module)
-            z = _unfused(x, residual, bias, p, self.branch == 0)
-            return z if norm is None else self._pair(z, norm(z))
+        is_sum = _is_sum(x, residual)
         if norm is not None:
-            result = self.fused(x, residual, bias, p, norm)
+            result = self.fused(x, residual, bias, p, norm) if is_sum else None
             if result is not None:
                 calls.count_fused(module)
                 return result
+            z = self._alone(x, residual, bias, p) if is_sum else _unfused(x, residual, bias, p, self.branch == 0)
+            y = self._normed(z, norm)
+            is_fused = y is not None and bias is None and not p
+            (calls.count_fused if is_fused else calls.count_fallback)(module)
+            return self._pair(z, norm(z) if y is None else y)
+        if not is_sum:
             calls.count_fallback(module)
-            z = self._alone(x, residual, bias, p)
-            return self._pair(z, norm(z))
+            return _unfused(x, residual, bias, p, self.branch == 0)
         if (
             not self.may_link
             or torch.compiler.is_dynamo_compiling()
@@ -302,6 +304,14 @@ class Sum:
             return _read_by(z, residual, p), y
         return _read_by(result, residual, p)
 
+    def _normed(self, z: Any, norm: nn.Module) -> Tensor | None:
+        """norm(z) of a sum that was not fused (one that broadcasts); None if the norm must be called."""
+        assert self.spec is not None and self.norm_class is not None
+        if not (_is_operand(z) and calls.is_plain(norm, self.norm_class)):
+            return None
+        options = _norm_options(norm, self.spec, z.dtype, z)
+        return None if options is None else norm_of_sum(z, None, bias=None, **options)
+
     def _pair(self, z: Any, y: Any) -> Any:
         return (z, y) if self.returns_sum else y
 
@@ -339,15 +349,22 @@ def _read_by(result: Tensor, residual: Tensor, p: float) -> Tensor:
 def _is_sum(x: Any, residual: Any) -> bool:
     """Whether the operands are floating-point tensors of one shape that the operators take."""
     return (
-        isinstance(x, Tensor)
+        _is_operand(x)
         and isinstance(residual, Tensor)
-        and x.is_floating_point()
         and residual.is_floating_point()
+        and x.shape == residual.shape  # no broadcasting
+        and not (type(residual) is not Tensor and calls.is_distributed(residual))
+        and x.device == residual.device
+    )
+
+
+def _is_operand(x: Any) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and x.is_floating_point()
         and not x.is_meta  # torch has no autocast of meta, and raises when asked
         and x.dim() > 1
-        and x.shape == residual.shape  # no broadcasting
-        and (type(x) is Tensor or not (calls.is_distributed(x) or calls.is_distributed(residual)))
-        and x.device == residual.device
+        and not (type(x) is not Tensor and calls.is_distributed(x))
     )
 
 

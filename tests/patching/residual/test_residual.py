@@ -288,23 +288,49 @@ class WithoutGradients(Block):
         return self.post(a + self.drop(self.proj(a)))
 
 
-@pytest.mark.parametrize("make", [Documented, Renames, Doubled, Marked, WithoutGradients])
-def test_a_decorated_forward_is_fused_if_the_decorator_changes_no_result(make: type[Block]) -> None:
+class ReturnsTheSum(Block):
+    @torch.no_grad()
+    def forward(self, a: Tensor) -> Tensor:
+        return a + self.drop(self.proj(self.post(a)))
+
+
+@pytest.mark.parametrize("make", [Documented, Renames, Doubled, Marked, WithoutGradients, ReturnsTheSum])
+def test_a_decorated_forward_is_fused_but_for_sums_that_a_decorator_sees(make: type[Block]) -> None:
     block, original, report = patched_pair(randomised(make()))
-    assert ("" in {site.name for site in report.patched}) is (make in (Documented, Renames))
-    assert block(*inputs()).requires_grad is (make is not WithoutGradients)
+    assert ("" in {site.name for site in report.patched}) is (make in (Documented, Renames, WithoutGradients))
+    assert block(*inputs()).requires_grad is (make not in (WithoutGradients, ReturnsTheSum))
     torch.testing.assert_close(block(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [TwiceWithAnActivation, FrozenWithAnActivation])
-def test_in_other_wrappers_activations_are_fused_and_sums_are_not(make: type[Block]) -> None:
+def test_in_other_wrappers_activations_and_sums_are_fused(make: type[Block]) -> None:
     block = make()
     block.second, block.act = nn.Linear(WIDTH, WIDTH), nn.GELU()
     block, original, report = patched_pair(randomised(block))
     (site,) = (site for site in report.patched if site.name == "")
-    assert site.pattern == "bias_activation"
+    assert (site.pattern, site.detail) == ("dropout_add_norm", "and bias_activation")
     torch.testing.assert_close(block(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
     assert block(*inputs()).requires_grad is (make is TwiceWithAnActivation)
+
+
+class Embeddings(Block):
+    """As RoBERTa's and BART's; b broadcasts, as BERT's position embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, WIDTH)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a = a + self.words.weight[0].expand_as(a)
+        return self.post(a + b)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(1)], ids=["", "broadcasts"])
+def test_the_norm_of_a_sum_of_embeddings_is_fused(rows: slice) -> None:
+    block, original, report = patched_pair(randomised(Embeddings()))
+    a, b = inputs(2)
+    assert_agree(outcome(block, a, b[rows]), outcome(original, a, b[rows]))
+    assert report.calls()[""] == (1, 0) and report.diff("").count("sum_") == 1
 
 
 def test_the_wrapper_of_a_fused_forward_runs() -> None:

@@ -31,7 +31,7 @@ __all__ = ["PATTERNS", "ResidualSums", "choose_sums", "read_sums"]
 class ResidualSums(InForward):
     """A module whose forward has sums to fuse, as a site."""
 
-    patterns = PATTERNS
+    patterns, in_wrapper = PATTERNS, True
 
     @property
     def pattern(self) -> str:

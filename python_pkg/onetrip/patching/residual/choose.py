@@ -64,13 +64,15 @@ def choose_sums(
     sums: Sequence[FoundSum],
     norm_of: Callable[[nn.Module], NormSpec | Unsuitable],
     closed: Container[int],
+    is_wrapped: bool = False,
 ) -> list[Choice] | Unsuitable:
     """The sums that can be rewritten; the reason if a norm prevents it.
 
-    norm_of: recognises a leaf norm. closed: ids of children whose dropouts and linear layers stay in them.
+    norm_of: recognises a leaf norm. closed: ids of children whose dropouts and linear layers stay in them. is_wrapped:
+    whether something around the forward may change its results.
     """
-    if any(isinstance(child, nn.Embedding) for child in module._modules.values()):
-        return []  # sums of embeddings broadcast
+    # Sums of embeddings may broadcast.
+    needs_norm = is_wrapped or any(isinstance(child, nn.Embedding) for child in module._modules.values())
     chosen: list[Choice] = []
     taken: set[int] = set()
     reason: Unsuitable | None = None
@@ -81,7 +83,7 @@ def choose_sums(
             reason = norm
         elif norm is not None:
             choice = replace(choice, norm=norm[0], spec=norm[1], norm_class=norm[2])
-        if _is_worth_it(choice):
+        if _is_worth_it(choice) and not (needs_norm and choice.norm is None):
             taken |= {id(statement) for statement in choice.operand.statements} if choice.operand is not None else set()
             chosen.append(choice)
     is_open = all(each.operand is None and each.norm is None for each in chosen)
