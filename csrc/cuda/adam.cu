@@ -13,31 +13,6 @@ namespace onetrip {
 
 constexpr int kFewGroups = 4, kManyGroups = 64;  // a launch that prepares
 
-// NVRTC compiles no host code, so that nothing would ask for the kernels.
-#ifdef __CUDACC_RTC__
-
-#define ONETRIP_INSTANTIATE_STEP(P, G, kOtherRounding)                                                               \
-  template __global__ void adam_step_kernel<P, G, 8, kOtherRounding>(const AdamTensor*, const AdamChunk*, uint32_t,  \
-                                                                     const AdamScalars*, AdamRounding);              \
-  template __global__ void adam_step_kernel<P, G, 32, kOtherRounding>(const AdamTensor*, const AdamChunk*, uint32_t, \
-                                                                      const AdamScalars*, AdamRounding);
-#define ONETRIP_INSTANTIATE_OTHER_float(G)
-#define ONETRIP_INSTANTIATE_OTHER___half(G) ONETRIP_INSTANTIATE_STEP(__half, G, true)
-#define ONETRIP_INSTANTIATE_OTHER___nv_bfloat16(G) ONETRIP_INSTANTIATE_STEP(__nv_bfloat16, G, true)
-#define ONETRIP_INSTANTIATE(P, G) ONETRIP_INSTANTIATE_STEP(P, G, false) ONETRIP_INSTANTIATE_OTHER_##P(G)
-ONETRIP_ADAM_TYPES(ONETRIP_INSTANTIATE)
-#define ONETRIP_INSTANTIATE_PREPARE(kGroups)                                                                           \
-  template __global__ void adam_prepare_kernel<kGroups>(const __grid_constant__ AdamGroups<kGroups>, int64_t, int64_t, \
-                                                        const AdamCounter*, int64_t, const float*, const float*,       \
-                                                        AdamScalars*);
-#define ONETRIP_INSTANTIATE_SQUARES(G) \
-  template __global__ void adam_squares_kernel<G>(const AdamTensor*, const AdamChunk*, uint32_t, double*);
-ONETRIP_ADAM_GRADIENTS(ONETRIP_INSTANTIATE_SQUARES)
-ONETRIP_INSTANTIATE_PREPARE(kFewGroups)
-ONETRIP_INSTANTIATE_PREPARE(kManyGroups)
-
-#else
-
 namespace {
 
 template <int kGroups>
@@ -125,7 +100,5 @@ int adam_squares_cuda(const AdamSquares& args, int device, void* stream_address)
     return status;
   });
 }
-
-#endif  // __CUDACC_RTC__
 
 }  // namespace onetrip

@@ -1,14 +1,11 @@
 // The row_norm family on NVIDIA GPUs: the path that each row takes, the partition of rows among blocks, the launches.
 // The kernels are in row_norm_forward.cuh and row_norm_backward*.cuh; csrc/launch.h documents every argument.
+#include <atomic>
+
 #include "launch.cuh"
 #include "row_norm_backward_pipelined.cuh"
 #include "row_norm_backward_wide.cuh"
 #include "row_norm_forward.cuh"
-
-// NVRTC compiles no host code.
-#ifndef __CUDACC_RTC__
-#include <atomic>
-#endif
 
 // Types of x and z (residual's and dresidual's dtype is z's). Parameters, y and dy may have any dtype.
 #ifndef ONETRIP_ROW_NORM_PAIRS
@@ -43,59 +40,6 @@ enum class Path { kNarrow, kWarp, kBlock, kWide };
 constexpr int64_t kRegisterColumns = 16384;
 constexpr int kNarrowThreads = 8, kNarrowColumns = 8;
 static_assert(kBackwardColumns == kNarrowColumns, "the table");
-
-// NVRTC compiles no host code: nothing else would instantiate the kernels.
-#ifdef __CUDACC_RTC__
-
-#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                           \
-  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward, int64_t);                     \
-  template __global__ void row_norm_backward_kernel<X, Z, kNarrowThreads, kVector>(RowNormBackward, bool,            \
-                                                                                   BackwardPartition);               \
-  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,              \
-                                                                                 BackwardPartition);                 \
-  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition);     \
-  template __global__ void row_norm_backward_means_kernel<X, Z, kVector>(RowNormBackward, bool, float2*);            \
-  template __global__ void row_norm_backward_columns_kernel<X, Z, kVector>(RowNormBackward, bool, BackwardPartition, \
-                                                                           const float2*);
-#define ONETRIP_INSTANTIATE_LANES(X, Z, kLanes, kChunks, kAccess) \
-  template __global__ void row_norm_forward_kernel<X, Z, kLanes, kChunks, kAccess>(RowNormForward);
-#define ONETRIP_INSTANTIATE_FORWARD(X, Z, kChunks, kAccess) \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 8, kChunks, kAccess)      \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 16, kChunks, kAccess)     \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 32, kChunks, kAccess)     \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 0, kChunks, kAccess)
-#define ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, kRowThreads)                                      \
-  template __global__ void row_norm_backward_pipelined_kernel<X, Z, Y, kRowThreads>(RowNormBackward, \
-                                                                                    BackwardPartition, PipelinePlan);
-#define ONETRIP_INSTANTIATE_PIPELINED(X, Z, Y)   \
-  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 8)  \
-  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 16) \
-  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 0)  \
-  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, kClusterRow)
-#define ONETRIP_INSTANTIATE_ALL(X, Z)                                             \
-  ONETRIP_INSTANTIATE_LANES(X, Z, kAnyLanes, kMostChunks<Z>, Access::kElements)   \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 0, kMostChunks<Z>, Access::kElements)           \
-  ONETRIP_INSTANTIATE_FORWARD(X, Z, kMostChunks<Z>, Access::kVectors)             \
-  ONETRIP_INSTANTIATE(X, Z, true)                                                 \
-  ONETRIP_INSTANTIATE(X, Z, false)                                                \
-  template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward); \
-  ONETRIP_INSTANTIATE_PIPELINED(X, Z, float)
-ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
-#define ONETRIP_INSTANTIATE_16_BITS(T)                    \
-  ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, Access::kVectors) \
-  ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, Access::kUniform) \
-  ONETRIP_INSTANTIATE_FORWARD(T, T, 3, Access::kVectors)  \
-  ONETRIP_INSTANTIATE_FORWARD(T, T, 3, Access::kUniform)  \
-  ONETRIP_INSTANTIATE_FORWARD(T, T, 4, Access::kUniform)  \
-  ONETRIP_INSTANTIATE_PIPELINED(T, float, T)              \
-  ONETRIP_INSTANTIATE_PIPELINED(T, T, T)                  \
-  ONETRIP_INSTANTIATE_PIPELINED(float, float, T)
-ONETRIP_INSTANTIATE_16_BITS(__half)
-ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16)
-template __global__ void row_norm_partials_kernel<kPartialGroups * kWarpThreads>(const float*, int64_t, int64_t,
-                                                                                 PartialSums);
-
-#else
 
 namespace {
 
@@ -494,7 +438,5 @@ int64_t row_norm_workspace_cuda(int device, int64_t n_rows, int64_t n_cols, int 
 }
 
 void set_gpu_independent_sums(bool enabled) { gpu_independent = enabled; }
-
-#endif  // __CUDACC_RTC__
 
 }  // namespace onetrip

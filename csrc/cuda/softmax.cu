@@ -22,28 +22,6 @@ constexpr int kWarpColumns = kWarpThreads * kChunkColumns;
 constexpr int kBlockColumns = kMaxThreads * kBlockChunks * kChunkColumns;
 constexpr int kSharedColumns = kMaxThreads * kChunkColumns;
 
-// NVRTC compiles no host code: nothing else would instantiate the kernels.
-#ifdef __CUDACC_RTC__
-
-#define ONETRIP_INSTANTIATE(T, kFast)                                                                                \
-  template __global__ void softmax_forward_kernel<T, 1, kFast>(SoftmaxForward, ForwardLaunch);                       \
-  template __global__ void softmax_forward_kernel<T, kBlockChunks, kFast>(SoftmaxForward, ForwardLaunch);            \
-  template __global__ void softmax_forward_wide_kernel<T, kFast>(SoftmaxForward, ForwardLaunch);                     \
-  template __global__ void softmax_backward_kernel<T, 1, kFast>(SoftmaxBackward, RowThreads, Causality);             \
-  template __global__ void softmax_backward_kernel<T, kBlockChunks, kFast>(SoftmaxBackward, RowThreads, Causality);  \
-  template __global__ void softmax_backward_wide_kernel<T, kFast>(SoftmaxBackward, MaskSharing, Causality, int64_t); \
-  template __global__ void softmax_backward_shared_kernel<T, kFast>(SoftmaxBackward, RowThreads, MaskSharing,        \
-                                                                    Causality);
-#define ONETRIP_INSTANTIATE_ALL(T)                                                           \
-  ONETRIP_INSTANTIATE(T, true)                                                               \
-  ONETRIP_INSTANTIATE(T, false)                                                              \
-  template __global__ void softmax_forward_cluster_kernel<T>(SoftmaxForward, ForwardLaunch); \
-  template __global__ void softmax_backward_cluster_kernel<T>(SoftmaxBackward, Causality);
-ONETRIP_SOFTMAX_TYPES(ONETRIP_INSTANTIATE_ALL)
-template __global__ void softmax_parts_kernel<kMaxThreads>(SoftmaxBackward, int64_t, int64_t);
-
-#else
-
 namespace {
 
 Divisor divisor_of(int64_t divisor) {
@@ -276,7 +254,5 @@ int64_t softmax_workspace_cuda(int64_t n_rows, int64_t n_cols, const MaskRows& m
   }
   return n_floats;
 }
-
-#endif  // __CUDACC_RTC__
 
 }  // namespace onetrip

@@ -5,8 +5,6 @@ A case is what one launcher call needs: numbers, input tensors, and the shapes a
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,11 +17,9 @@ import torch
 from onetrip.reference.philox import dropout_scale, dropout_threshold
 from torch import Tensor
 
-from ..sass.emulator import EMULATOR, build_machine, compiled_once, made_once
+from ..sass.cuda_compile import CSRC, SIMULATOR, cuda_includes, simulator_flags
+from ..sass.emulator import BUILD, EMULATOR, build_machine, compiled_once, digest_of, made_once
 
-ROOT = Path(__file__).resolve().parents[2]
-SIMULATOR = ROOT / "tools" / "gpusim"
-BUILD = ROOT / "build" / "cudasim"
 RUNTIME = ("cudasim", "cuda_runtime")
 """Sources that every program on the simulator is linked with."""
 
@@ -99,18 +95,6 @@ class SimulatorFailure(AssertionError):
     """The driver stopped: a sanitizer, the simulator's own checks, or results that depend on the order of threads."""
 
 
-def cuda_includes() -> list[Path] | None:
-    """Folders with the CUDA headers: of a toolkit, else of NVIDIA's pip packages; None where there are none."""
-    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
-        if home and (Path(home) / "include" / "cuda_bf16.h").exists():
-            return [Path(home) / "include"]
-    spec = importlib.util.find_spec("nvidia")
-    roots = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
-    folders = [root / name / "include" for root in roots for name in ("cuda_runtime", "cuda_nvcc", "cuda_cccl")]
-    folders = [folder for folder in folders if folder.is_dir()]
-    return folders if any((folder / "cuda_bf16.h").exists() for folder in folders) else None
-
-
 def missing_tool() -> str | None:
     """Why the simulator cannot be built here, or None."""
     if shutil.which("g++") is None:
@@ -134,17 +118,17 @@ def simulator_sources() -> list[Path]:
 
 def compiled(source: Path, flags: Sequence[str], dependencies: Iterable[Path]) -> Path:
     """Compiles one source, under build/ by the hash of flags and dependencies."""
-    digest = hashlib.sha256("\0".join(flag for flag in flags if not flag.startswith("-I")).encode())
-    for path in sorted([source, *dependencies], key=lambda path: path.name):
-        digest.update(path.name.encode() + path.read_bytes())
-    target = BUILD / f"{source.stem}-{digest.hexdigest()[:16]}.o"
+    target = BUILD / f"{source.stem}-{digest_of(_without_folders(flags), [source, *dependencies])}.o"
     return compiled_once(target, ["g++", *flags, "-x", "c++", "-c", str(source), "-o"])
 
 
 def _precompiled(flags: Sequence[str]) -> Path:
+def _without_folders(flags: Sequence[str]) -> list[str]:
+    """Where a checkout lies is no setting."""
+    return [flag for flag in flags if not flag.startswith("-I")]
+
+
     """A header that includes cudasim.h, compiled ahead: reading it and CUDA's headers takes a second each time."""
-    digest = hashlib.sha256("\0".join(flag for flag in flags if not flag.startswith("-I")).encode())
-    digest.update((SIMULATOR / "cudasim.h").read_bytes())
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -152,21 +136,14 @@ def _precompiled(flags: Sequence[str]) -> Path:
         header.write_text('#include "cudasim.h"\n')
         subprocess.run(["g++", *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
 
-    return made_once(BUILD / f"precompiled-{digest.hexdigest()[:16]}", make) / "precompiled.h"
+    digest = digest_of(_without_folders(flags), [SIMULATOR / "cudasim.h"])
+    return made_once(BUILD / f"precompiled-{digest}", make) / "precompiled.h"
 
 
-def build(
-    family: str,
-    types: Iterable[Sequence[torch.dtype]],
-    csrc: Path = ROOT / "csrc",
-    sanitize: bool = True,
-) -> Path:
+def build(family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path = CSRC, sanitize: bool = True) -> Path:
     """Compiles the driver of the family for these dtypes: (x, z) of row_norm, (scores,) of softmax, (param, grad) of
     adam. Returns its path, under build/ by the hash of its sources."""
-    folders = cuda_includes()
-    assert folders is not None
-    flags = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-DONETRIP_CUDASIM"]
-    flags += [f"-I{SIMULATOR}", f"-I{EMULATOR}", f"-I{csrc}", *(f"-isystem{folder}" for folder in folders)]
+    flags = simulator_flags(csrc)
     sanitizers = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitize else []
     flags += sanitizers
     of_simulator = [*csrc.rglob("*.h"), *simulator_sources(), EMULATOR / "machine_driver.h"]
@@ -181,7 +158,7 @@ def build(
         ),
         build_machine("o", "-r", "-nostdlib"),
     ]
-    driver = BUILD / f"{family}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}"
+    driver = BUILD / f"{family}-{digest_of(map(str, objects))}"
     # -rdynamic: a kernel's machine code is found by its name.
     return compiled_once(driver, ["g++", *sanitizers, "-rdynamic", *map(str, objects), "-ldl", "-o"])
 
@@ -197,7 +174,7 @@ class Bug(NamedTuple):
 def sources_with(bug: Bug | None, folder: Path) -> Path:
     """A copy of csrc in the folder, with the bug put in."""
     csrc = folder / "csrc"
-    shutil.copytree(ROOT / "csrc", csrc)
+    shutil.copytree(CSRC, csrc)
     if bug is not None:
         path = csrc / "cuda" / bug.file
         source = path.read_text()
