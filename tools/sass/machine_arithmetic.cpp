@@ -2,6 +2,7 @@
 // -frounding-math.
 #include <algorithm>
 #include <cfenv>
+#include <functional>
 #include <limits>
 
 #include "machine_instructions.h"
@@ -80,7 +81,6 @@ float from_f16(uint32_t bits) {
   return static_cast<float>(half);
 }
 
-// Two sums of two halves each, rounded once: a float's 24 bits are more than twice a half's, and two more.
 // The half that begins at bit `shift` of a register with two of them; .H0_H0 and .H1_H1 are one half twice.
 float half(const Thread& t, const Instruction& i, const Operand& o, int shift) {
   if (o.kind != Operand::kRegister || o.absolute || (o.is_part() && o.n_bits != 16)) fail("a pair of halves");
@@ -91,18 +91,19 @@ float half(const Thread& t, const Instruction& i, const Operand& o, int shift) {
   return o.negative ? -value : value;
 }
 
-uint32_t sums_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
+// operation(a, b) of two pairs of halves, rounded once: a float's 24 bits are more than twice a half's, and two more.
+// (A subnormal product of bfloat16 is rounded twice.)
+template <typename Operation>
+uint32_t of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b, Operation operation) {
   const auto convert = i.is(kBF16_V2) ? bf16_of : f16_of;
-  const auto sum = [&](int shift) { return convert(half(t, i, a, shift) + half(t, i, b, shift)); };
-  return sum(16) << 16 | sum(0);
+  const auto result = [&](int shift) { return convert(operation(half(t, i, a, shift), half(t, i, b, shift))); };
+  return result(16) << 16 | result(0);
 }
-
-// Two products of two halves each, rounded once: one has at most 22 bits. (A subnormal one of bfloat16 is rounded
-// twice.)
+uint32_t sums_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
+  return of_halves(t, i, a, b, std::plus<>{});
+}
 uint32_t products_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
-  const auto convert = i.is(kBF16_V2) ? bf16_of : f16_of;
-  const auto product = [&](int shift) { return convert(half(t, i, a, shift) * half(t, i, b, shift)); };
-  return product(16) << 16 | product(0);
+  return of_halves(t, i, a, b, std::multiplies<>{});
 }
 
 // Two predicates: of the low halves and of the high ones.

@@ -54,8 +54,7 @@ void agreed(Warp& warp, const Instruction& i, uint32_t lanes) {
   Thread t{warp, first};
   of_thread(t, i);
   const uint32_t value = t.u(i[0]);
-  for (unsigned lane = first + 1; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes & ~(1u << first)}) {
     Thread other{warp, lane};
     of_thread(other, i);
     if (other.u(i[0]) != value) fail("a uniform register for what differs between threads");
@@ -67,8 +66,7 @@ void move(Thread& t, const Instruction& i) { t.set(i[0], t.u(i[1])); }
 void shuffle(Warp& warp, const Instruction& i, uint32_t lanes) {
   uint32_t values[kLanes];
   for (unsigned lane = 0; lane < kLanes; ++lane) values[lane] = Thread{warp, lane}.u(i[2]);
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes}) {
     Thread t{warp, lane};
     const uint32_t b = t.u(i[3]), c = t.u(i[4]), segment = c >> 8 & 31, clamp = c & 31;
     const uint32_t last = (lane & segment) | (clamp & ~segment);
@@ -87,12 +85,11 @@ void vote(Warp& warp, const Instruction& i, uint32_t lanes) {
   // A vote on what is true asks which lanes are there.
   if (i.operands.back().index != kTrue && lanes != warp.live) fail("a warp operation by lanes that are apart");
   uint32_t ballot = 0;
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) != 0 && Thread{warp, lane}.p(i.operands.back())) ballot |= 1u << lane;
+  for (const unsigned lane : Lanes{lanes}) {
+    if (Thread{warp, lane}.p(i.operands.back())) ballot |= 1u << lane;
   }
   const bool result = i.is(kANY) ? ballot != 0 : i.is(kALL) ? ballot == lanes : (ballot == lanes || ballot == 0);
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes}) {
     Thread t{warp, lane};
     for (size_t k = 0; k + 1 < i.operands.size(); ++k) {
       if (is_predicate(i[k])) {
@@ -110,8 +107,7 @@ void reduce(Warp& warp, const Instruction& i, uint32_t lanes) {
   if (!i.is(kOR) && !i.is(kAND) && !i.is(kXOR) && !i.is(kSUM) && !i.is(kMIN) && !i.is(kMAX)) fail("a reduction");
   const unsigned first = static_cast<unsigned>(__builtin_ctz(lanes));
   uint32_t result = Thread{warp, first}.u(i[1]);
-  for (unsigned lane = first + 1; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes & ~(1u << first)}) {
     const uint32_t value = Thread{warp, lane}.u(i[1]);
     result = i.is(kOR)    ? result | value
              : i.is(kAND) ? result & value
@@ -143,11 +139,10 @@ void branch_if_divergent(Warp& warp, const Instruction& i, uint32_t lanes) {
 // By all lanes that are here, or by none.
 void branch_together(Warp& warp, const Instruction& i, uint32_t lanes) {
   const uint32_t next = warp.pc[__builtin_ctz(lanes)];
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0 && (warp.live & ~warp.blocked) >> lane & 1 && warp.pc[lane] == next)
-      fail("a branch of all lanes by some");
-    if (lanes >> lane & 1) Thread{warp, lane}.jump(i.target);
+  for (const unsigned lane : Lanes{warp.live & ~warp.blocked & ~lanes}) {
+    if (warp.pc[lane] == next) fail("a branch of all lanes by some");
   }
+  for (const unsigned lane : Lanes{lanes}) Thread{warp, lane}.jump(i.target);
 }
 
 // Named by a number, or by a register that has the threads that it waits for
@@ -164,16 +159,13 @@ void block_barrier(Warp& warp, const Instruction& i, uint32_t lanes) {
 }
 
 void cluster_arrive(Warp& warp, const Instruction&, uint32_t lanes) {
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if (lanes >> lane & 1) warp.arrived_in[lane] = warp.running->cluster_phase;
-  }
+  for (const unsigned lane : Lanes{lanes}) warp.arrived_in[lane] = warp.running->cluster_phase;
   warp.running->cluster_arrived += static_cast<unsigned>(__builtin_popcount(lanes));
   warp.running->check_cluster_barrier();
 }
 void cluster_wait(Warp& warp, const Instruction&, uint32_t lanes) {
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) != 0 && warp.arrived_in[lane] == warp.running->cluster_phase)
-      warp.block_lanes(1u << lane, Wait::kCluster, 0);
+  for (const unsigned lane : Lanes{lanes}) {
+    if (warp.arrived_in[lane] == warp.running->cluster_phase) warp.block_lanes(1u << lane, Wait::kCluster, 0);
   }
 }
 
@@ -317,9 +309,7 @@ void add_control_and_memory(Handlers& table) {
          t.jump(static_cast<int>(t.u(i[0]) / kInstructionBytes));
        }, nullptr}},
       {"BSSY", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
-         for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if (lanes >> lane & 1) w.sets[lane][convergence_barrier(i)] = lanes;
-         }
+         for (const unsigned lane : Lanes{lanes}) w.sets[lane][convergence_barrier(i)] = lanes;
        }}},
       {"BSYNC", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
          w.block_lanes(lanes, Wait::kConvergence, convergence_barrier(i));
@@ -327,20 +317,15 @@ void add_control_and_memory(Handlers& table) {
        }}},
       {"BREAK", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
          const unsigned index = convergence_barrier(i);
-         for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if (w.sets[lane][index] & lanes) w.sets[lane][index] &= ~lanes;
-         }
+         for (auto& sets : w.sets) sets[index] &= ~lanes;
          w.check_convergence();
        }}},
       {"BMOV", {"32 CLEAR", nullptr, [](Warp& w, const I& i, uint32_t lanes) {  // taken from the barrier, and dropped
          if (!i.is(k32) || !i.is(kCLEAR) || i[0].index != kZero) fail("a barrier of convergence as a number");
-         for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if (lanes >> lane & 1) w.sets[lane][convergence_barrier(i, 1)] = 0;
-         }
+         for (const unsigned lane : Lanes{lanes}) w.sets[lane][convergence_barrier(i, 1)] = 0;
        }}},
       {"WARPSYNC", {"ALL", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
-         for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if ((lanes >> lane & 1) == 0) continue;
+         for (const unsigned lane : Lanes{lanes}) {
            const uint32_t all = i.is(kALL) ? ~0u : Thread{w, lane}.u(i[0]);
            if ((all >> lane & 1) == 0) fail("a lane that does not wait for itself");
            w.sets[lane][kConvergenceBarriers] = all;
