@@ -53,7 +53,11 @@ void set_compared(Thread& t, const Instruction& i, bool result) {
 }
 
 float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-float flushed_if(bool ftz, float x) { return ftz ? flushed(x) : x; }
+// Of an instruction on float32: an operand, and the result, to be set.
+float float_operand(const Thread& t, const Instruction& i, size_t k) {
+  return i.is(kFTZ) ? flushed(t.f(i[k])) : t.f(i[k]);
+}
+void set_float(Thread& t, const Instruction& i, float result) { t.set(i[0], i.is(kFTZ) ? flushed(result) : result); }
 
 class Rounding {
  public:
@@ -277,7 +281,7 @@ void pack_predicates(Thread& t, const Instruction& i, uint32_t predicates) {
 }
 
 void float_extreme(Thread& t, const Instruction& i) {
-  float a = flushed_if(i.is(kFTZ), t.f(i[1])), b = flushed_if(i.is(kFTZ), t.f(i[2]));
+  float a = float_operand(t, i, 1), b = float_operand(t, i, 2);
   const bool least = t.p(i[3]), has_nan = a != a || b != b;
   if (a != a) a = b;
   if (b != b) b = a;
@@ -359,20 +363,17 @@ void add_arithmetic(Handlers& table) {
        }, nullptr}},
 
       {"FADD", {"FTZ", [](T& t, const I& i) {
-         const bool ftz = i.is(kFTZ);
-         t.set(i[0], flushed_if(ftz, flushed_if(ftz, t.f(i[1])) + flushed_if(ftz, t.f(i[2]))));
+         set_float(t, i, float_operand(t, i, 1) + float_operand(t, i, 2));
        }, nullptr}},
       {"FMUL", {"FTZ", [](T& t, const I& i) {
-         const bool ftz = i.is(kFTZ);
-         t.set(i[0], flushed_if(ftz, flushed_if(ftz, t.f(i[1])) * flushed_if(ftz, t.f(i[2]))));
+         set_float(t, i, float_operand(t, i, 1) * float_operand(t, i, 2));
        }, nullptr}},
       {"FFMA", {"FTZ RM RP RZ", [](T& t, const I& i) {
          const Rounding rounding(i);
-         const auto in = [&](size_t k) { return flushed_if(i.is(kFTZ), t.f(i[k])); };
-         t.set(i[0], flushed_if(i.is(kFTZ), std::fma(in(1), in(2), in(3))));
+         set_float(t, i, std::fma(float_operand(t, i, 1), float_operand(t, i, 2), float_operand(t, i, 3)));
        }, nullptr}},
       {"FSETP", {kCompare, [](T& t, const I& i) {
-         set_compared(t, i, compares(i, flushed_if(i.is(kFTZ), t.f(i[2])), flushed_if(i.is(kFTZ), t.f(i[3]))));
+         set_compared(t, i, compares(i, float_operand(t, i, 2), float_operand(t, i, 3)));
        }, nullptr}},
       {"HSETP2", {"BF16_V2 LT EQ LE GT NE GE LTU EQU LEU GTU NEU GEU AND", compare_halves, nullptr}},
       {"FSEL", {"", [](T& t, const I& i) {  // a NaN stays as it is
@@ -436,7 +437,7 @@ void add_arithmetic(Handlers& table) {
          t.set(i[0], convert(0.0f));
        }, nullptr}},
       {"F2I", {"FTZ U32 S32 U64 S64 TRUNC FLOOR CEIL NTZ", [](T& t, const I& i) {
-         const float x = rounded(i, flushed_if(i.is(kFTZ), t.f(i[1])));
+         const float x = rounded(i, float_operand(t, i, 1));
          if (i.is(kU64)) return t.set64(i[0], saturated<uint64_t>(x));
          if (i.is(kS64)) return t.set64(i[0], static_cast<uint64_t>(saturated<int64_t>(x)));
          t.set(i[0], i.is(kU32) ? saturated<uint32_t>(x) : static_cast<uint32_t>(saturated<int32_t>(x)));
