@@ -47,9 +47,13 @@ class Case:
     orders: Sequence[int] = ORDERS
 
 
+Outputs = dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class RowsCall:
-    """What calls of row_norm and of softmax have in common: rows of n_cols elements, with dropout."""
+    """What calls of row_norm and of softmax have in common: rows of n_cols elements, with dropout. Each adds
+    forward_case(), backward_case(), check_forward(outputs) and check_backward(outputs)."""
 
     name: str
     dropout_p: float = field(default=0.0, kw_only=True)
@@ -90,6 +94,12 @@ class RowsCall:
     def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> Output:
         return shape, dtype, self.shift * dtype.itemsize
 
+    def assert_close(self, name: str, actual: Tensor, expected: Tensor, relative: float, absolute: float) -> None:
+        """NaN where NaN is expected, and nowhere else."""
+        near = (actual.double() - expected).abs() <= relative * expected.abs() + absolute
+        wrong = ~(near | (torch.isnan(actual) & torch.isnan(expected)))
+        assert_none(wrong, f"{self.name}: {name}", actual, expected)
+
 
 class SimulatorFailure(AssertionError):
     """The driver stopped: a sanitizer, the simulator's own checks, or results that depend on the order of threads."""
@@ -116,6 +126,11 @@ def simulator_sources() -> list[Path]:
     return [*SIMULATOR.glob("*.cpp"), *SIMULATOR.glob("*.h")]
 
 
+def _without_folders(flags: Sequence[str]) -> list[str]:
+    """Where a checkout lies is no setting."""
+    return [flag for flag in flags if not flag.startswith("-I")]
+
+
 def compiled(source: Path, flags: Sequence[str], dependencies: Iterable[Path]) -> Path:
     """Compiles one source, under build/ by the hash of flags and dependencies."""
     target = BUILD / f"{source.stem}-{digest_of(_without_folders(flags), [source, *dependencies])}.o"
@@ -123,11 +138,6 @@ def compiled(source: Path, flags: Sequence[str], dependencies: Iterable[Path]) -
 
 
 def _precompiled(flags: Sequence[str]) -> Path:
-def _without_folders(flags: Sequence[str]) -> list[str]:
-    """Where a checkout lies is no setting."""
-    return [flag for flag in flags if not flag.startswith("-I")]
-
-
     """A header that includes cudasim.h, compiled ahead: reading it and CUDA's headers takes a second each time."""
 
     def make(folder: Path) -> None:
@@ -187,7 +197,7 @@ def _raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str] = ()) -> list[dict[str, Tensor]]:
+def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str] = ()) -> list[Outputs]:
     """Runs the cases; returns each one's outputs. folder: for the files that pass between here and the driver.
     prelude: further commands, before all cases."""
     script = list(prelude)
@@ -218,9 +228,9 @@ def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str
         raise SimulatorFailure(f"launchers returned {codes}")
     raw = (folder / "output").read_bytes()
     position = 0
-    all_outputs: list[dict[str, Tensor]] = []
+    all_outputs: list[Outputs] = []
     for case in cases:
-        outputs: dict[str, Tensor] = {}
+        outputs: Outputs = {}
         for name, (shape, dtype, _) in case.outputs.items():
             size = torch.Size(shape).numel() * dtype.itemsize
             chunk = bytearray(raw[position : position + size])
@@ -230,6 +240,38 @@ def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str
             position += size
         all_outputs.append(outputs)
     return all_outputs
+
+
+def cases_of(calls: Iterable[RowsCall]) -> list[Case]:
+    """Forward and backward of each call."""
+    return [case for call in calls for case in (call.forward_case(), call.backward_case())]
+
+
+def run_calls(driver: Path, calls: Sequence[RowsCall], folder: Path) -> list[tuple[Outputs, Outputs]]:
+    """Outputs of forward and of backward of each call."""
+    outputs = run(driver, cases_of(calls), folder)
+    return list(zip(outputs[::2], outputs[1::2], strict=True))
+
+
+def check_calls(driver: Path, calls: Sequence[RowsCall], folder: Path) -> None:
+    for call, (forward, backward) in zip(calls, run_calls(driver, calls, folder), strict=True):
+        call.check_forward(forward)
+        call.check_backward(backward)
+
+
+def run_to_same_bits(driver: Path, calls: Sequence[RowsCall], folder: Path) -> tuple[Outputs, Outputs]:
+    """What each of the calls gives, forward and backward."""
+    (forward, backward), *others = run_calls(driver, calls, folder)
+    for call, other in zip(calls[1:], others, strict=True):
+        assert_same_outputs(call.name, other[0], forward)
+        assert_same_outputs(call.name, other[1], backward)
+    return forward, backward
+
+
+def assert_same_outputs(what: str, actual: Outputs, expected: Outputs) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert_same_bits(f"{what}: {name}", tensor, expected[name])
 
 
 def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
