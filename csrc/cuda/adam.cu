@@ -35,8 +35,7 @@ cudaError_t launch_kind(const AdamStep& args, const AdamKind& kind, int n_multip
   const auto kernel = !other         ? nearest
                       : kind.is_8bit ? adam_step_kernel<P, G, 8, kHasOthers>
                                      : adam_step_kernel<P, G, 32, kHasOthers>;
-  const int64_t n_blocks = int64_t{n_multiprocessors} * kAdamBlocks;
-  const dim3 grid(static_cast<unsigned>(kind.n_chunks < n_blocks ? kind.n_chunks : n_blocks));
+  const dim3 grid(static_cast<unsigned>(at_most(kind.n_chunks, int64_t{n_multiprocessors} * kAdamBlocks)));
   return ONETRIP_LAUNCH(kernel, grid, dim3(kAdamThreads), 0, stream, args.tensors, args.chunks + kind.first_chunk,
                         static_cast<uint32_t>(kind.n_chunks), args.scalars, kind.rounding);
 }
@@ -53,8 +52,7 @@ cudaError_t launch_kind_of(const AdamStep& args, const AdamKind& kind, int n_mul
 template <typename G>
 cudaError_t launch_squares(const AdamSquares& args, const AdamKind& kind, int n_multiprocessors, cudaStream_t stream) {
   constexpr int kBlocks = 4;  // an SM
-  const int64_t n_blocks = int64_t{n_multiprocessors} * kBlocks;
-  const dim3 grid(static_cast<unsigned>(kind.n_chunks < n_blocks ? kind.n_chunks : n_blocks));
+  const dim3 grid(static_cast<unsigned>(at_most(kind.n_chunks, int64_t{n_multiprocessors} * kBlocks)));
   const auto kernel = adam_squares_kernel<G>;
   return ONETRIP_LAUNCH(kernel, grid, dim3(kAdamThreads), 0, stream, args.tensors, args.chunks + kind.first_chunk,
                         static_cast<uint32_t>(kind.n_chunks), args.sums + kind.first_chunk);
@@ -77,9 +75,8 @@ int adam_step_cuda(const AdamStep& args, int device, void* stream_address) {
     const auto stream = static_cast<cudaStream_t>(stream_address);
     for (int64_t first = 0; first < args.n_groups && status == cudaSuccess; first += kManyGroups) {
       const int64_t left = args.n_groups - first;
-      status = left <= kFewGroups
-                   ? launch_prepare<kFewGroups>(args, first, left, stream)
-                   : launch_prepare<kManyGroups>(args, first, left < kManyGroups ? left : kManyGroups, stream);
+      status = left <= kFewGroups ? launch_prepare<kFewGroups>(args, first, left, stream)
+                                  : launch_prepare<kManyGroups>(args, first, at_most(left, kManyGroups), stream);
     }
     for (int64_t i = 0; i < args.n_kinds && status == cudaSuccess; ++i) {
       if (args.kinds[i].n_chunks > 0) status = launch_kind_of(args, args.kinds[i], info.n_multiprocessors, stream);

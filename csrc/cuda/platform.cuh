@@ -56,7 +56,7 @@ constexpr bool kWarpRegisters = true;
 // Launches and returns the error code of the launch. kernel: a name without commas, such as a function pointer.
 #define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__), cudaGetLastError())
-// The same, in clusters of cluster_blocks blocks along x: for a kernel of which runs_in_clusters() is true.
+// The same, in clusters of cluster_blocks blocks along x: for a kernel of which clusters_at_once() is not 0.
 #define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...) \
   ::onetrip::cleared(cudaLaunchKernelEx(                                                        \
       ::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).address(), kernel, __VA_ARGS__))

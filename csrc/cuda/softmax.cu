@@ -82,7 +82,7 @@ cudaError_t launch_forward(const SoftmaxForward& args, const DeviceInfo& info, c
   fast = fast && access.possible();
   const auto kernel = softmax_forward_cluster_kernel<T>;
   const ClusterShape shape = cluster_of_row(args.n_cols, kBlockChunks * kChunkColumns);
-  if (fast && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
+  if (fast && shape.blocks != 0 && clusters_at_once(kernel, shape.blocks, shape.threads, 0, info) > 0) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, launch);
   }
@@ -157,10 +157,9 @@ cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing&
 
 template <typename T, bool kFast>
 cudaError_t launch_backward_rows(const SoftmaxBackward& args, cudaStream_t stream) {
-  constexpr int kChunks = kBlockChunks;
   const bool one_warp = args.n_cols <= kWarpColumns;
   const RowThreads threads = threads_of_held_row<T>(args.n_cols);
-  const auto kernel = one_warp ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kChunks, kFast>;
+  const auto kernel = one_warp ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kBlockChunks, kFast>;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads.rows), block_of(threads), 0, stream, args, threads,
                         causality_of(args.n_rows, args.n_queries));
 }
@@ -178,9 +177,8 @@ cudaError_t launch_backward_shared(const SoftmaxBackward& args, const SharingPla
 }
 
 cudaError_t launch_parts(const SoftmaxBackward& args, const MaskSharing& sharing, cudaStream_t stream) {
-  constexpr int64_t kMaxWarpsUsed = kMaxThreads / kWarpThreads;
   const auto kernel = softmax_parts_kernel<kMaxThreads>;
-  const int64_t n_warps = sharing.n_parts < kMaxWarpsUsed ? sharing.n_parts : kMaxWarpsUsed;
+  const int64_t n_warps = at_most(sharing.n_parts, kMaxWarps);
   return ONETRIP_LAUNCH(kernel, grid_of_rows(sharing.n_mask_rows * ceil_div(args.n_cols, kWarpThreads), 1),
                         dim3(static_cast<unsigned>(n_warps * kWarpThreads)), 0, stream, args, sharing.n_mask_rows,
                         sharing.n_parts);
@@ -204,7 +202,7 @@ cudaError_t launch_backward(const SoftmaxBackward& args, const DeviceInfo& info,
   }
   const auto kernel = softmax_backward_cluster_kernel<T>;
   const ClusterShape shape = cluster_of_row(args.n_cols, kBlockChunks * kChunkColumns);
-  if (fast && !summed && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
+  if (fast && !summed && shape.blocks != 0 && clusters_at_once(kernel, shape.blocks, shape.threads, 0, info) > 0) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, causality_of(args.n_rows, args.n_queries));
   }
