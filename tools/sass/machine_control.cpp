@@ -294,37 +294,35 @@ void add_control_and_memory(Handlers& table) {
   static const char* const kMemory = "E EF U8 S8 U16 S16 64 128 CONSTANT SYS U";  // U: of all loads of sm_75 alike
   // clang-format off
   const Handlers rows = {
-      {"NOP", {"", ignored, nullptr}},
-      {"YIELD", {"", ignored, nullptr}},
-      {"PREEXIT", {"", ignored, nullptr}},  // kernels run one after the other
-      {"ACQBULK", {"", ignored, nullptr}},
-      {"CCTL", {"IVALL", ignored, nullptr}},
-      {"FENCE", {"VIEW ASYNC S", ignored, nullptr}},
-      {"EXIT", {"", nullptr, leave}},
-      {"BRA", {"DIV U", branch, nullptr}},
-      {"BRX", {"", jump_by, nullptr}},
-      {"BRXU", {"", jump_by, nullptr}},
-      {"CALL", {"REL NOINC", [](T& t, const I& i) { t.jump(i.target); }, nullptr}},
-      {"RET", {"REL NODEC", [](T& t, const I& i) {
-         t.jump(static_cast<int>(t.u(i[0]) / kInstructionBytes));
-       }, nullptr}},
-      {"BSSY", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
+      {"NOP", {"", ignored}},
+      {"YIELD", {"", ignored}},
+      {"PREEXIT", {"", ignored}},  // kernels run one after the other
+      {"ACQBULK", {"", ignored}},
+      {"CCTL", {"IVALL", ignored}},
+      {"FENCE", {"VIEW ASYNC S", ignored}},
+      {"EXIT", {"", leave}},
+      {"BRA", {"DIV U", branch}},
+      {"BRX", {"", jump_by}},
+      {"BRXU", {"", jump_by}},
+      {"CALL", {"REL NOINC", [](T& t, const I& i) { t.jump(i.target); }}},
+      {"RET", {"REL NODEC", [](T& t, const I& i) { t.jump(static_cast<int>(t.u(i[0]) / kInstructionBytes)); }}},
+      {"BSSY", {"", [](Warp& w, const I& i, uint32_t lanes) {
          for (const unsigned lane : Lanes{lanes}) w.sets[lane][convergence_barrier(i)] = lanes;
        }}},
-      {"BSYNC", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
+      {"BSYNC", {"", [](Warp& w, const I& i, uint32_t lanes) {
          w.block_lanes(lanes, Wait::kConvergence, convergence_barrier(i));
          w.check_convergence();
        }}},
-      {"BREAK", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
+      {"BREAK", {"", [](Warp& w, const I& i, uint32_t lanes) {
          const unsigned index = convergence_barrier(i);
          for (auto& sets : w.sets) sets[index] &= ~lanes;
          w.check_convergence();
        }}},
-      {"BMOV", {"32 CLEAR", nullptr, [](Warp& w, const I& i, uint32_t lanes) {  // taken from the barrier, and dropped
+      {"BMOV", {"32 CLEAR", [](Warp& w, const I& i, uint32_t lanes) {  // taken from the barrier, and dropped
          if (!i.is(k32) || !i.is(kCLEAR) || i[0].index != kZero) fail("a barrier of convergence as a number");
          for (const unsigned lane : Lanes{lanes}) w.sets[lane][convergence_barrier(i, 1)] = 0;
        }}},
-      {"WARPSYNC", {"ALL", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
+      {"WARPSYNC", {"ALL", [](Warp& w, const I& i, uint32_t lanes) {
          for (const unsigned lane : Lanes{lanes}) {
            const uint32_t all = i.is(kALL) ? ~0u : Thread{w, lane}.u(i[0]);
            if ((all >> lane & 1) == 0) fail("a lane that does not wait for itself");
@@ -333,53 +331,53 @@ void add_control_and_memory(Handlers& table) {
          w.block_lanes(lanes, Wait::kConvergence, kConvergenceBarriers);
          w.check_convergence();
        }}},
-      {"BAR", {"SYNC DEFER_BLOCKING", nullptr, block_barrier}},
-      {"UCGABAR_ARV", {"", nullptr, cluster_arrive}},
-      {"UCGABAR_WAIT", {"", nullptr, cluster_wait}},
-      {"SYNCS", {"EXCH ARRIVE PHASECHK TRANS64 TRYWAIT 64", byte_barriers, nullptr}},
-      {"STAS", {"64", store_remote, nullptr}},
-      {"LDGSTS", {"E BYPASS 64 128", copy_async, nullptr}},
-      {"LDGDEPBAR", {"", commit_copies, nullptr}},
-      {"DEPBAR", {"LE", wait_for_copies, nullptr}},
-      {"SHFL", {"BFLY IDX UP DOWN", nullptr, shuffle}},
-      {"REDUX", {"OR AND XOR SUM MIN MAX S32", nullptr, reduce}},
-      {"LDSM", {"16 M88 MT88 2 4", nullptr, move_matrices<false>}},
-      {"STSM", {"16 M88 MT88 2 4", nullptr, move_matrices<true>}},
-      {"VOTE", {"ANY ALL", nullptr, vote}},
-      {"VOTEU", {"ANY ALL", nullptr, vote}},
+      {"BAR", {"SYNC DEFER_BLOCKING", block_barrier}},
+      {"UCGABAR_ARV", {"", cluster_arrive}},
+      {"UCGABAR_WAIT", {"", cluster_wait}},
+      {"SYNCS", {"EXCH ARRIVE PHASECHK TRANS64 TRYWAIT 64", byte_barriers}},
+      {"STAS", {"64", store_remote}},
+      {"LDGSTS", {"E BYPASS 64 128", copy_async}},
+      {"LDGDEPBAR", {"", commit_copies}},
+      {"DEPBAR", {"LE", wait_for_copies}},
+      {"SHFL", {"BFLY IDX UP DOWN", shuffle}},
+      {"REDUX", {"OR AND XOR SUM MIN MAX S32", reduce}},
+      {"LDSM", {"16 M88 MT88 2 4", move_matrices<false>}},
+      {"STSM", {"16 M88 MT88 2 4", move_matrices<true>}},
+      {"VOTE", {"ANY ALL", vote}},
+      {"VOTEU", {"ANY ALL", vote}},
 
-      {"S2R", {"", special_register, nullptr}},
-      {"S2UR", {"", nullptr, agreed<special_register>}},
+      {"S2R", {"", special_register}},
+      {"S2UR", {"", agreed<special_register>}},
       {"CS2R", {"", [](T& t, const I& i) {
          if (i[1].name != "SRZ") fail("register " + i[1].name);
          t.set64(i[0], 0);
-       }, nullptr}},
-      {"R2UR", {"", nullptr, agreed<move>}},
-      {"MOV", {"", move, nullptr}},
+       }}},
+      {"R2UR", {"", agreed<move>}},
+      {"MOV", {"", move}},
       {"LDC", {"U8 S8 U16 S16 64", [](T& t, const I& i) {
          uint8_t bytes[16] = {};
          const uint64_t value = t.constant(i[1], size_of(i));
          std::memcpy(bytes, &value, 8);
          load(t, i, i[0], bytes);
-       }, nullptr}},
-      {"LDG", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }, nullptr}},
-      {"LD", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }, nullptr}},
-      {"STG", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.global(t.address(i[0]), size_of(i))); }, nullptr}},
-      {"ST", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.global(t.address(i[0]), size_of(i))); }, nullptr}},
+       }}},
+      {"LDG", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }}},
+      {"LD", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }}},
+      {"STG", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.global(t.address(i[0]), size_of(i))); }}},
+      {"ST", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.global(t.address(i[0]), size_of(i))); }}},
       {"LDS", {kMemory, [](T& t, const I& i) {
          const auto at = static_cast<uint32_t>(t.address(i[1]));
          t.warp.shared_accesses.emplace_back(at, size_of(i));
          load(t, i, i[0], t.shared(at, size_of(i)));
-       }, nullptr}},
+       }}},
       {"STS", {kMemory, [](T& t, const I& i) {
          const auto at = static_cast<uint32_t>(t.address(i[0]));
          t.warp.shared_accesses.emplace_back(at, size_of(i));
          store(t, i, i[1], t.shared(at, size_of(i)));
-       }, nullptr}},
+       }}},
       {"LDL", {"U8 S8 U16 S16 64 128 LU", [](T& t, const I& i) {
          load(t, i, i[0], t.on_stack(t.address(i[1]), size_of(i)));
-       }, nullptr}},
-      {"STL", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.on_stack(t.address(i[0]), size_of(i))); }, nullptr}},
+       }}},
+      {"STL", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.on_stack(t.address(i[0]), size_of(i))); }}},
   };
   // clang-format on
   table.insert(rows.begin(), rows.end());
