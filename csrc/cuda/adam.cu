@@ -13,31 +13,6 @@ namespace onetrip {
 
 constexpr int kFewGroups = 4, kManyGroups = 64;  // a launch that prepares
 
-// NVRTC compiles no host code, so that nothing would ask for the kernels.
-#ifdef __CUDACC_RTC__
-
-#define ONETRIP_INSTANTIATE_STEP(P, G, kOtherRounding)                                                               \
-  template __global__ void adam_step_kernel<P, G, 8, kOtherRounding>(const AdamTensor*, const AdamChunk*, uint32_t,  \
-                                                                     const AdamScalars*, AdamRounding);              \
-  template __global__ void adam_step_kernel<P, G, 32, kOtherRounding>(const AdamTensor*, const AdamChunk*, uint32_t, \
-                                                                      const AdamScalars*, AdamRounding);
-#define ONETRIP_INSTANTIATE_OTHER_float(G)
-#define ONETRIP_INSTANTIATE_OTHER___half(G) ONETRIP_INSTANTIATE_STEP(__half, G, true)
-#define ONETRIP_INSTANTIATE_OTHER___nv_bfloat16(G) ONETRIP_INSTANTIATE_STEP(__nv_bfloat16, G, true)
-#define ONETRIP_INSTANTIATE(P, G) ONETRIP_INSTANTIATE_STEP(P, G, false) ONETRIP_INSTANTIATE_OTHER_##P(G)
-ONETRIP_ADAM_TYPES(ONETRIP_INSTANTIATE)
-#define ONETRIP_INSTANTIATE_PREPARE(kGroups)                                                                           \
-  template __global__ void adam_prepare_kernel<kGroups>(const __grid_constant__ AdamGroups<kGroups>, int64_t, int64_t, \
-                                                        const AdamCounter*, int64_t, const float*, const float*,       \
-                                                        AdamScalars*);
-#define ONETRIP_INSTANTIATE_SQUARES(G) \
-  template __global__ void adam_squares_kernel<G>(const AdamTensor*, const AdamChunk*, uint32_t, double*);
-ONETRIP_ADAM_GRADIENTS(ONETRIP_INSTANTIATE_SQUARES)
-ONETRIP_INSTANTIATE_PREPARE(kFewGroups)
-ONETRIP_INSTANTIATE_PREPARE(kManyGroups)
-
-#else
-
 namespace {
 
 template <int kGroups>
@@ -60,8 +35,7 @@ cudaError_t launch_kind(const AdamStep& args, const AdamKind& kind, int n_multip
   const auto kernel = !other         ? nearest
                       : kind.is_8bit ? adam_step_kernel<P, G, 8, kHasOthers>
                                      : adam_step_kernel<P, G, 32, kHasOthers>;
-  const int64_t n_blocks = int64_t{n_multiprocessors} * kAdamBlocks;
-  const dim3 grid(static_cast<unsigned>(kind.n_chunks < n_blocks ? kind.n_chunks : n_blocks));
+  const dim3 grid(static_cast<unsigned>(at_most(kind.n_chunks, int64_t{n_multiprocessors} * kAdamBlocks)));
   return ONETRIP_LAUNCH(kernel, grid, dim3(kAdamThreads), 0, stream, args.tensors, args.chunks + kind.first_chunk,
                         static_cast<uint32_t>(kind.n_chunks), args.scalars, kind.rounding);
 }
@@ -78,8 +52,7 @@ cudaError_t launch_kind_of(const AdamStep& args, const AdamKind& kind, int n_mul
 template <typename G>
 cudaError_t launch_squares(const AdamSquares& args, const AdamKind& kind, int n_multiprocessors, cudaStream_t stream) {
   constexpr int kBlocks = 4;  // an SM
-  const int64_t n_blocks = int64_t{n_multiprocessors} * kBlocks;
-  const dim3 grid(static_cast<unsigned>(kind.n_chunks < n_blocks ? kind.n_chunks : n_blocks));
+  const dim3 grid(static_cast<unsigned>(at_most(kind.n_chunks, int64_t{n_multiprocessors} * kBlocks)));
   const auto kernel = adam_squares_kernel<G>;
   return ONETRIP_LAUNCH(kernel, grid, dim3(kAdamThreads), 0, stream, args.tensors, args.chunks + kind.first_chunk,
                         static_cast<uint32_t>(kind.n_chunks), args.sums + kind.first_chunk);
@@ -102,9 +75,8 @@ int adam_step_cuda(const AdamStep& args, int device, void* stream_address) {
     const auto stream = static_cast<cudaStream_t>(stream_address);
     for (int64_t first = 0; first < args.n_groups && status == cudaSuccess; first += kManyGroups) {
       const int64_t left = args.n_groups - first;
-      status = left <= kFewGroups
-                   ? launch_prepare<kFewGroups>(args, first, left, stream)
-                   : launch_prepare<kManyGroups>(args, first, left < kManyGroups ? left : kManyGroups, stream);
+      status = left <= kFewGroups ? launch_prepare<kFewGroups>(args, first, left, stream)
+                                  : launch_prepare<kManyGroups>(args, first, at_most(left, kManyGroups), stream);
     }
     for (int64_t i = 0; i < args.n_kinds && status == cudaSuccess; ++i) {
       if (args.kinds[i].n_chunks > 0) status = launch_kind_of(args, args.kinds[i], info.n_multiprocessors, stream);
@@ -125,7 +97,5 @@ int adam_squares_cuda(const AdamSquares& args, int device, void* stream_address)
     return status;
   });
 }
-
-#endif  // __CUDACC_RTC__
 
 }  // namespace onetrip

@@ -175,13 +175,6 @@ int clusters_at_once(Kernel kernel, int cluster_blocks, int threads, size_t shar
   return status == cudaSuccess ? n_clusters : 0;
 }
 
-// Whether the current GPU runs a kernel in such clusters.
-template <typename Kernel>
-bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info,
-                      int carveout = cudaSharedmemCarveoutDefault) {
-  return clusters_at_once(kernel, cluster_blocks, threads, shared_bytes, info, carveout) > 0;
-}
-
 // Runs launch(info) with the device current, and returns its status.
 template <typename Launch>
 int on_device(int device, const Launch& launch) {

@@ -56,7 +56,7 @@ constexpr bool kWarpRegisters = true;
 // Launches and returns the error code of the launch. kernel: a name without commas, such as a function pointer.
 #define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__), cudaGetLastError())
-// The same, in clusters of cluster_blocks blocks along x: for a kernel of which runs_in_clusters() is true.
+// The same, in clusters of cluster_blocks blocks along x: for a kernel of which clusters_at_once() is not 0.
 #define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...) \
   ::onetrip::cleared(cudaLaunchKernelEx(                                                        \
       ::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).address(), kernel, __VA_ARGS__))
@@ -86,6 +86,10 @@ __device__ __forceinline__ void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* mine) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(mine));
+}
+
 #if ONETRIP_COPY_ASYNC
 
 // Copies 8 or 16 bytes from global to shared memory past the registers; 16 past L1 as well. They have arrived, for this
@@ -93,7 +97,7 @@ __device__ __forceinline__ void named_barrier(int barrier, int threads) {
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   static_assert(kBytes == 8 || kBytes == 16, "copies are of 8 bytes (cp.async.ca) or 16 (cp.async.cg)");
-  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const auto to = shared_address(shared);
   const auto from = __cvta_generic_to_global(global);
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -132,9 +136,7 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 // barrier of the cluster has been passed) and must not have ended.
 __device__ __forceinline__ uint32_t remote_address(const void* mine, int rank) {
   uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mine))), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
   return address;
 }
 
@@ -142,9 +144,7 @@ __device__ __forceinline__ uint32_t remote_address(const void* mine, int rank) {
 // that the threads have stored to global memory. A barrier of a block's goes from phase to phase: the phase is over
 // once one thread of the block has said how many bytes are to come, and these have been stored, from wherever, naming
 // it.
-__device__ __forceinline__ uint32_t shared_address(const void* mine) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(mine));
-}
+
 // By one thread, before the first barrier of the cluster.
 __device__ __forceinline__ void byte_barrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
@@ -238,7 +238,7 @@ __device__ __forceinline__ float quick_divide(float a, float b) {
 __device__ __forceinline__ void read_again(uint64_t& first, uint64_t& second, const volatile uint64_t* from) {
   asm volatile("ld.volatile.shared.v2.u64 {%0, %1}, [%2];"
                : "=l"(first), "=l"(second)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(const_cast<const uint64_t*>(from)))));
+               : "r"(shared_address(const_cast<const uint64_t*>(from))));
 }
 
 // kept ? value : 0, without a copy of a zero to be overwritten, or not, by what compilers then make conditional.
@@ -283,7 +283,7 @@ __device__ __forceinline__ void advance_by(T*& pointer, uint32_t unit) {
 // some bytes after it.
 using SharedBase = uint32_t;
 __device__ __forceinline__ SharedBase shared_base(const void* words) {
-  auto base = static_cast<uint32_t>(__cvta_generic_to_shared(words));
+  auto base = shared_address(words);
   asm volatile("" : "+r"(base));  // no look-up before this
   return base;
 }
@@ -302,12 +302,9 @@ namespace onetrip {
 
 // Forces the compiler to recompute what depends on this value, which saves registers: an unpacked chunk (twice the
 // registers) does not stay unpacked until its last use, and loop-invariant values are not kept across a loop.
-__device__ __forceinline__ void compiler_barrier([[maybe_unused]] uint32_t& value) {
-#ifndef ONETRIP_CUDASIM
-  asm volatile("" : "+r"(value));
-#endif
-}
-__device__ __forceinline__ void compiler_barrier([[maybe_unused]] int& value) {
+template <typename Word>
+__device__ __forceinline__ void compiler_barrier([[maybe_unused]] Word& value) {
+  static_assert(sizeof value == 4, "a register");
 #ifndef ONETRIP_CUDASIM
   asm volatile("" : "+r"(value));
 #endif

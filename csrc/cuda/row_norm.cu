@@ -1,14 +1,11 @@
 // The row_norm family on NVIDIA GPUs: the path that each row takes, the partition of rows among blocks, the launches.
 // The kernels are in row_norm_forward.cuh and row_norm_backward*.cuh; csrc/launch.h documents every argument.
+#include <atomic>
+
 #include "launch.cuh"
 #include "row_norm_backward_pipelined.cuh"
 #include "row_norm_backward_wide.cuh"
 #include "row_norm_forward.cuh"
-
-// NVRTC compiles no host code.
-#ifndef __CUDACC_RTC__
-#include <atomic>
-#endif
 
 // Types of x and z (residual's and dresidual's dtype is z's). Parameters, y and dy may have any dtype.
 #ifndef ONETRIP_ROW_NORM_PAIRS
@@ -39,72 +36,10 @@ namespace onetrip {
 // Backward is pipelined (cp.async, 16 columns a thread) where there is a norm, rows are aligned, dy is float32 (as
 // under autocast) or has x's dtype, and the GPU has the instructions: 8 or 16 lanes or whole warps up to 8192 columns,
 // clusters of 2, 4 or 8 blocks up to 65536.
-enum class Path { kNarrow, kWarp, kBlock, kWide };
 constexpr int64_t kRegisterColumns = 16384;
-constexpr int kNarrowThreads = 8, kNarrowColumns = 8;
-static_assert(kBackwardColumns == kNarrowColumns, "the table");
-
-// NVRTC compiles no host code: nothing else would instantiate the kernels.
-#ifdef __CUDACC_RTC__
-
-#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                           \
-  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward, int64_t);                     \
-  template __global__ void row_norm_backward_kernel<X, Z, kNarrowThreads, kVector>(RowNormBackward, bool,            \
-                                                                                   BackwardPartition);               \
-  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,              \
-                                                                                 BackwardPartition);                 \
-  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition);     \
-  template __global__ void row_norm_backward_means_kernel<X, Z, kVector>(RowNormBackward, bool, float2*);            \
-  template __global__ void row_norm_backward_columns_kernel<X, Z, kVector>(RowNormBackward, bool, BackwardPartition, \
-                                                                           const float2*);
-#define ONETRIP_INSTANTIATE_LANES(X, Z, kLanes, kChunks, kAccess) \
-  template __global__ void row_norm_forward_kernel<X, Z, kLanes, kChunks, kAccess>(RowNormForward);
-#define ONETRIP_INSTANTIATE_FORWARD(X, Z, kChunks, kAccess) \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 8, kChunks, kAccess)      \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 16, kChunks, kAccess)     \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 32, kChunks, kAccess)     \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 0, kChunks, kAccess)
-#define ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, kRowThreads)                                      \
-  template __global__ void row_norm_backward_pipelined_kernel<X, Z, Y, kRowThreads>(RowNormBackward, \
-                                                                                    BackwardPartition, PipelinePlan);
-#define ONETRIP_INSTANTIATE_PIPELINED(X, Z, Y)   \
-  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 8)  \
-  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 16) \
-  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 0)  \
-  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, kClusterRow)
-#define ONETRIP_INSTANTIATE_ALL(X, Z)                                             \
-  ONETRIP_INSTANTIATE_LANES(X, Z, kAnyLanes, kMostChunks<Z>, Access::kElements)   \
-  ONETRIP_INSTANTIATE_LANES(X, Z, 0, kMostChunks<Z>, Access::kElements)           \
-  ONETRIP_INSTANTIATE_FORWARD(X, Z, kMostChunks<Z>, Access::kVectors)             \
-  ONETRIP_INSTANTIATE(X, Z, true)                                                 \
-  ONETRIP_INSTANTIATE(X, Z, false)                                                \
-  template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward); \
-  ONETRIP_INSTANTIATE_PIPELINED(X, Z, float)
-ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
-#define ONETRIP_INSTANTIATE_16_BITS(T)                    \
-  ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, Access::kVectors) \
-  ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, Access::kUniform) \
-  ONETRIP_INSTANTIATE_FORWARD(T, T, 3, Access::kVectors)  \
-  ONETRIP_INSTANTIATE_FORWARD(T, T, 3, Access::kUniform)  \
-  ONETRIP_INSTANTIATE_FORWARD(T, T, 4, Access::kUniform)  \
-  ONETRIP_INSTANTIATE_PIPELINED(T, float, T)              \
-  ONETRIP_INSTANTIATE_PIPELINED(T, T, T)                  \
-  ONETRIP_INSTANTIATE_PIPELINED(float, float, T)
-ONETRIP_INSTANTIATE_16_BITS(__half)
-ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16)
-template __global__ void row_norm_partials_kernel<kPartialGroups * kWarpThreads>(const float*, int64_t, int64_t,
-                                                                                 PartialSums);
-
-#else
+constexpr int kNarrowThreads = 8;
 
 namespace {
-
-Path choose_path(int64_t n_cols, int block_columns) {
-  return n_cols <= kNarrowThreads * kNarrowColumns ? Path::kNarrow
-         : n_cols <= kWarpThreads * kNarrowColumns ? Path::kWarp
-         : n_cols <= block_columns                 ? Path::kBlock
-                                                   : Path::kWide;
-}
 
 // The threads of the whole warps that a row needs.
 int threads_for(int64_t n_cols, int columns_per_thread) {
@@ -133,7 +68,6 @@ int pipelined_row_threads(int64_t n_cols) {
 }
 
 struct BackwardShape {
-  Path path;
   int row_threads, n_groups;
   int row_blocks;
 };
@@ -141,14 +75,13 @@ struct BackwardShape {
 // As many groups of lanes as make 512 threads of 8 columns each, and as many of whole warps as make 256 of 16 columns,
 // but at least one: at most 8, of 15 named barriers.
 BackwardShape backward_shape(int64_t n_cols) {
-  const Path path = choose_path(n_cols, kBackwardColumns * kBackwardThreads);
-  const int row_threads = path == Path::kNarrow  ? kNarrowThreads
-                          : path == Path::kWarp  ? kWarpThreads
-                          : path == Path::kBlock ? threads_for(n_cols, kBackwardColumns)
-                                                 : kBackwardThreads;
-  const int n_groups =
-      path == Path::kBlock ? kPipelinedThreads / 2 / pipelined_row_threads(n_cols) : kBackwardThreads / row_threads;
-  return {path, row_threads, n_groups, pipelined_blocks(n_cols)};
+  const int row_threads = n_cols <= kNarrowThreads * kBackwardColumns ? kNarrowThreads
+                          : n_cols <= kWarpThreads * kBackwardColumns ? kWarpThreads
+                          : n_cols <= kTileColumns                    ? threads_for(n_cols, kBackwardColumns)
+                                                                      : kBackwardThreads;
+  const int64_t n_groups = row_threads <= kWarpThreads ? kBackwardThreads / row_threads
+                                                       : kPipelinedThreads / 2 / pipelined_row_threads(n_cols);
+  return {row_threads, static_cast<int>(at_least_one(n_groups)), pipelined_blocks(n_cols)};
 }
 
 // Parts of rows that run at the same time on so many SMs. Pipelined: 512 threads with 128 registers each fill an SM; a
@@ -292,7 +225,7 @@ cudaError_t launch_forward(const RowNormForward& args, const DeviceInfo& info, c
   const ClusterShape shape = cluster_of_row(args.n_cols, kMostChunks<Z> * kChunkColumns);
   const auto kernel = row_norm_forward_cluster_kernel<X, Z>;
   if (shape.blocks != 0 && quickest && args.norm != Norm::kNone &&
-      runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
+      clusters_at_once(kernel, shape.blocks, shape.threads, 0, info) > 0) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args);
   }
@@ -327,7 +260,7 @@ bool launch_pipelined_rows(const RowNormBackward& args, const BackwardPartition&
     status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
     return true;
   }
-  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, info, kPipelinedCarveout)) return false;
+  if (clusters_at_once(kernel, n_blocks, threads, shared_bytes, info, kPipelinedCarveout) == 0) return false;
   status = ONETRIP_LAUNCH_CLUSTERS(kernel, n_blocks, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
   return true;
 }
@@ -407,9 +340,9 @@ template <typename X, typename Z, bool kFast>
 cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access, const BackwardShape& shape,
                                  const BackwardPartition& partition, int shared_bytes, const DeviceInfo& info,
                                  cudaStream_t stream) {
-  const auto kernel = shape.path == Path::kNarrow ? row_norm_backward_kernel<X, Z, kNarrowThreads, kFast>
-                      : shape.path == Path::kWarp ? row_norm_backward_kernel<X, Z, kWarpThreads, kFast>
-                                                  : row_norm_backward_kernel<X, Z, 0, kFast>;
+  const auto kernel = shape.row_threads == kNarrowThreads ? row_norm_backward_kernel<X, Z, kNarrowThreads, kFast>
+                      : shape.row_threads == kWarpThreads ? row_norm_backward_kernel<X, Z, kWarpThreads, kFast>
+                                                          : row_norm_backward_kernel<X, Z, 0, kFast>;
   const cudaError_t status = prepare(kernel, info);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_parts)),
@@ -435,7 +368,7 @@ cudaError_t launch_backward(const RowNormBackward& args, const DeviceInfo& info,
   const bool pipelined = vector_access && args.dy != nullptr &&
                          args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns &&
                          launch_pipelined_by_dy<X, Z>(args, partition, info, stream, status);
-  if (!pipelined && shape.path == Path::kWide) {
+  if (!pipelined && args.n_cols > kTileColumns) {
     status = fast ? launch_backward_wide<X, Z, true>(args, true, partition, stream)
                   : launch_backward_wide<X, Z, false>(args, vector_access, partition, stream);
   } else if (!pipelined) {
@@ -468,7 +401,7 @@ int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream) 
 int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
   if (args.dresidual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
-  const bool has_means = args.dy != nullptr && backward_shape(args.n_cols).path == Path::kWide;
+  const bool has_means = args.dy != nullptr && args.n_cols > kTileColumns;
   if (args.workspace == nullptr && (has_means || wanted_sums(args) > 0)) {
     return cudaErrorInvalidValue;  // the GPU could not be asked how large it must be
   }
@@ -487,14 +420,12 @@ int64_t row_norm_workspace_cuda(int device, int64_t n_rows, int64_t n_cols, int 
   if (n_rows == 0 || n_cols == 0) return n_floats;
   on_device(device, [&](const DeviceInfo& info) {
     n_floats = partial_floats(most_parts(n_rows, n_cols, info), n_cols, n_wanted);
-    if (backward_shape(n_cols).path == Path::kWide) n_floats += 2 * n_rows;
+    if (n_cols > kTileColumns) n_floats += 2 * n_rows;
     return cudaSuccess;
   });
   return n_floats;
 }
 
 void set_gpu_independent_sums(bool enabled) { gpu_independent = enabled; }
-
-#endif  // __CUDACC_RTC__
 
 }  // namespace onetrip

@@ -22,28 +22,6 @@ constexpr int kWarpColumns = kWarpThreads * kChunkColumns;
 constexpr int kBlockColumns = kMaxThreads * kBlockChunks * kChunkColumns;
 constexpr int kSharedColumns = kMaxThreads * kChunkColumns;
 
-// NVRTC compiles no host code: nothing else would instantiate the kernels.
-#ifdef __CUDACC_RTC__
-
-#define ONETRIP_INSTANTIATE(T, kFast)                                                                                \
-  template __global__ void softmax_forward_kernel<T, 1, kFast>(SoftmaxForward, ForwardLaunch);                       \
-  template __global__ void softmax_forward_kernel<T, kBlockChunks, kFast>(SoftmaxForward, ForwardLaunch);            \
-  template __global__ void softmax_forward_wide_kernel<T, kFast>(SoftmaxForward, ForwardLaunch);                     \
-  template __global__ void softmax_backward_kernel<T, 1, kFast>(SoftmaxBackward, RowThreads, Causality);             \
-  template __global__ void softmax_backward_kernel<T, kBlockChunks, kFast>(SoftmaxBackward, RowThreads, Causality);  \
-  template __global__ void softmax_backward_wide_kernel<T, kFast>(SoftmaxBackward, MaskSharing, Causality, int64_t); \
-  template __global__ void softmax_backward_shared_kernel<T, kFast>(SoftmaxBackward, RowThreads, MaskSharing,        \
-                                                                    Causality);
-#define ONETRIP_INSTANTIATE_ALL(T)                                                           \
-  ONETRIP_INSTANTIATE(T, true)                                                               \
-  ONETRIP_INSTANTIATE(T, false)                                                              \
-  template __global__ void softmax_forward_cluster_kernel<T>(SoftmaxForward, ForwardLaunch); \
-  template __global__ void softmax_backward_cluster_kernel<T>(SoftmaxBackward, Causality);
-ONETRIP_SOFTMAX_TYPES(ONETRIP_INSTANTIATE_ALL)
-template __global__ void softmax_parts_kernel<kMaxThreads>(SoftmaxBackward, int64_t, int64_t);
-
-#else
-
 namespace {
 
 Divisor divisor_of(int64_t divisor) {
@@ -104,7 +82,7 @@ cudaError_t launch_forward(const SoftmaxForward& args, const DeviceInfo& info, c
   fast = fast && access.possible();
   const auto kernel = softmax_forward_cluster_kernel<T>;
   const ClusterShape shape = cluster_of_row(args.n_cols, kBlockChunks * kChunkColumns);
-  if (fast && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
+  if (fast && shape.blocks != 0 && clusters_at_once(kernel, shape.blocks, shape.threads, 0, info) > 0) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, launch);
   }
@@ -179,10 +157,9 @@ cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing&
 
 template <typename T, bool kFast>
 cudaError_t launch_backward_rows(const SoftmaxBackward& args, cudaStream_t stream) {
-  constexpr int kChunks = kBlockChunks;
   const bool one_warp = args.n_cols <= kWarpColumns;
   const RowThreads threads = threads_of_held_row<T>(args.n_cols);
-  const auto kernel = one_warp ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kChunks, kFast>;
+  const auto kernel = one_warp ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kBlockChunks, kFast>;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads.rows), block_of(threads), 0, stream, args, threads,
                         causality_of(args.n_rows, args.n_queries));
 }
@@ -200,9 +177,8 @@ cudaError_t launch_backward_shared(const SoftmaxBackward& args, const SharingPla
 }
 
 cudaError_t launch_parts(const SoftmaxBackward& args, const MaskSharing& sharing, cudaStream_t stream) {
-  constexpr int64_t kMaxWarpsUsed = kMaxThreads / kWarpThreads;
   const auto kernel = softmax_parts_kernel<kMaxThreads>;
-  const int64_t n_warps = sharing.n_parts < kMaxWarpsUsed ? sharing.n_parts : kMaxWarpsUsed;
+  const int64_t n_warps = at_most(sharing.n_parts, kMaxWarps);
   return ONETRIP_LAUNCH(kernel, grid_of_rows(sharing.n_mask_rows * ceil_div(args.n_cols, kWarpThreads), 1),
                         dim3(static_cast<unsigned>(n_warps * kWarpThreads)), 0, stream, args, sharing.n_mask_rows,
                         sharing.n_parts);
@@ -226,7 +202,7 @@ cudaError_t launch_backward(const SoftmaxBackward& args, const DeviceInfo& info,
   }
   const auto kernel = softmax_backward_cluster_kernel<T>;
   const ClusterShape shape = cluster_of_row(args.n_cols, kBlockChunks * kChunkColumns);
-  if (fast && !summed && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
+  if (fast && !summed && shape.blocks != 0 && clusters_at_once(kernel, shape.blocks, shape.threads, 0, info) > 0) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, causality_of(args.n_rows, args.n_queries));
   }
@@ -276,7 +252,5 @@ int64_t softmax_workspace_cuda(int64_t n_rows, int64_t n_cols, const MaskRows& m
   }
   return n_floats;
 }
-
-#endif  // __CUDACC_RTC__
 
 }  // namespace onetrip

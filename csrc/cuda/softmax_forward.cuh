@@ -22,20 +22,14 @@ struct ForwardLaunch {
 // Where the mask of a row starts. Of a row past the end the start means nothing.
 __device__ __forceinline__ int64_t mask_start_of(const SoftmaxForward& args, const ForwardLaunch& launch, int64_t row) {
   const MaskRows& rows = args.mask_rows;
-  int64_t start = 0;
-  if (args.mask == nullptr) return start;
-  if (launch.causality.few_rows) {
-    uint32_t rest = static_cast<uint32_t>(row);
-#pragma unroll
-    for (int k = 3; k > 0; --k) start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
-    start += rest * rows.strides[0];
-  } else {
-    int64_t rest = row;
+  if (args.mask == nullptr) return 0;
+  const auto start_of = [&](auto rest) {
+    int64_t start = 0;
 #pragma unroll  // a loop would read the sizes from a copy in local memory, made at the start of every call
     for (int k = 3; k > 0; --k) start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
-    start += rest * rows.strides[0];
-  }
-  return start;
+    return start + rest * rows.strides[0];
+  };
+  return launch.causality.few_rows ? start_of(static_cast<uint32_t>(row)) : start_of(row);
 }
 
 // A chunk of the mask as it lies in memory: bytes, 16-bit or 32-bit elements, from the first word on.

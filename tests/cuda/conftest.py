@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpusim.harness import EMULATOR, SIMULATOR, cuda_includes, missing_tool
-from tools.sass.cuda_compile import ARCHITECTURES, Kernel, measure, missing_compiler
+from tools.gpusim.harness import missing_tool
+from tools.sass.cuda_compile import ARCHITECTURES, SIMULATOR, Kernel, measure, missing_compiler, simulator_flags
 
 RUN_ALWAYS = {"row_norm": (70, 90), "softmax": (80, 90), "adam": (80, 90)}
 """Family -> what every run of the slow tests compiles it for, of V100, A100 and H100: a minute or more each."""
@@ -52,13 +52,9 @@ def host_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
     def build(name: str, simulated: bool = False) -> Path:
         program = tmp_path_factory.mktemp("host") / name
-        folders = (Path(__file__).resolve().parents[2] / "csrc", SIMULATOR, EMULATOR)
-        includes = [*(f"-I{folder}" for folder in folders), *(f"-isystem{folder}" for folder in cuda_includes() or ())]
         sources = [Path(__file__).with_name(f"{name}.cpp"), *([SIMULATOR / "cudasim.cpp"] if simulated else [])]
-        flags = ["-std=c++17", "-w", "-fno-strict-aliasing", "-DONETRIP_CUDASIM"]
-        subprocess.run(
-            ["g++", *flags, *includes, *map(str, sources), "-o", str(program), "-ldl", "-lpthread"], check=True
-        )
+        command = ["g++", *simulator_flags(), *map(str, sources), "-o", str(program), "-ldl", "-lpthread"]
+        subprocess.run(command, check=True)
         return program
 
     return build

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.sass.cuda_compile import (
-    MULTIPROCESSORS,
-    Kernel,
-    print_table,
-    resident_threads,
-)
+from tools.sass.cuda_compile import MULTIPROCESSORS, Kernel, print_table, resident_threads
 
 pytestmark = pytest.mark.slow
 FAMILY = "adam"

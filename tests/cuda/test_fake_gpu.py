@@ -31,6 +31,11 @@ def run(gpu: dict[str, str], *command: str) -> str:
     return outcome.stdout
 
 
+def test_a_look_up_of_torch_before_its_import_keeps_the_device(gpu: dict[str, str]) -> None:
+    look_up = "import importlib.util; importlib.util.find_spec('torch'); import torch; torch.ones(1, device='cuda')"
+    run(gpu, sys.executable, "-c", look_up)
+
+
 def run_gpu_tests(gpu: dict[str, str], files: str, keywords: str, least: int) -> None:
     """files: patterns below tests/. keywords: pytest's -k. least: how many pass, so that none is lost unseen."""
     paths = [str(path) for pattern in files.split() for path in sorted((ROOT / "tests").glob(pattern))]

@@ -14,23 +14,16 @@ from typing import NamedTuple
 import pytest
 import torch
 from adam_cases import ROUNDINGS
-from onetrip.reference.adam import ZERO_CODE, Group
+from onetrip.reference.adam import ZERO_CODE
 from onetrip.reference.row_norm import NORM_NONE
 from pairwise import pairwise
 
 from tools.gpusim import row_norm as cudasim_row_norm
 from tools.gpusim import softmax as cudasim_softmax
 from tools.gpusim.adam import ADAM, ADAMW, Parameter, Step
-from tools.gpusim.harness import Bug, Case, Pair, SimulatorFailure, sources_with
+from tools.gpusim.harness import Bug, Case, Pair, RowsCall, SimulatorFailure, cases_of, sources_with
 from tools.sass import count_instructions
-from tools.sass.machine_code import (
-    ARCHITECTURES,
-    WARPS_FORWARD,
-    WARPS_REVERSE,
-    MachineCode,
-    machine_code,
-    missing_tool,
-)
+from tools.sass.machine_code import ARCHITECTURES, WARPS_FORWARD, WARPS_REVERSE, MachineCode, machine_code, missing_tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.promise("T7"), pytest.mark.promise("T6")]
 
@@ -87,6 +80,13 @@ def _code(family: str, dtype: str, arch: int) -> MachineCode:
     return machine_code(family, x_dtype, arch, z_dtype=z_dtype)
 
 
+def _check_rows(code: MachineCode, calls: Sequence[RowsCall], folder: Path) -> None:
+    found = code.outputs(cases_of(calls), folder)
+    for call, forward, backward in zip(calls, found[::2], found[1::2], strict=True):
+        call.check_forward(forward)
+        call.check_backward(backward)
+
+
 def _row_norm_calls(dtype: str, n_rows: int, n_cols: int) -> list[cudasim_row_norm.Call]:
     pair = _pair(dtype)
     calls = cudasim_row_norm.calls(pair, n_rows, n_cols)
@@ -107,11 +107,7 @@ def _row_norm_calls(dtype: str, n_rows: int, n_cols: int) -> list[cudasim_row_no
 )
 def test_row_norm(arch: int, dtype: str, n_rows: int, n_cols: int, tmp_path: Path) -> None:
     calls = _row_norm_calls(dtype, n_rows, n_cols)
-    cases = [case for call in calls for case in (call.forward_case(), call.backward_case())]
-    found = _code("row_norm", dtype, arch).outputs(cases, tmp_path)
-    for call, forward, backward in zip(calls, found[::2], found[1::2], strict=True):
-        cudasim_row_norm.check_forward(call, forward)
-        cudasim_row_norm.check_backward(call, backward)
+    _check_rows(_code("row_norm", dtype, arch), calls, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +122,7 @@ def test_row_norm(arch: int, dtype: str, n_rows: int, n_cols: int, tmp_path: Pat
 )
 def test_softmax(arch: int, dtype: str, size: tuple[tuple[int, int, int], int], tmp_path: Path) -> None:
     calls = cudasim_softmax.calls(DTYPES[dtype], *size)
-    cases = [case for call in calls for case in (call.forward_case(), call.backward_case())]
-    found = _code("softmax", dtype, arch).outputs(cases, tmp_path)
-    for call, forward, backward in zip(calls, found[::2], found[1::2], strict=True):
-        cudasim_softmax.check_forward(call, forward)
-        cudasim_softmax.check_backward(call, backward)
+    _check_rows(_code("softmax", dtype, arch), calls, tmp_path)
 
 
 @of_every_architecture
@@ -142,8 +134,7 @@ def test_float16(family: str, arch: int, tmp_path: Path) -> None:
         if family == "row_norm"
         else cudasim_softmax.calls(half, (2, 1, 3), 520)
     )
-    cases = [case for c in calls for case in (c.forward_case(), c.backward_case())]
-    _code(family, "f16", arch).outputs(cases, tmp_path)
+    _code(family, "f16", arch).outputs(cases_of(calls), tmp_path)
 
 
 def _steps(dtype: torch.dtype, sizes: Sequence[int] = ADAM_SIZES) -> list[Step]:
@@ -224,7 +215,7 @@ def _check_parameters(
     for found in found_inf:
         step = Step(
             parameters,
-            groups=[ADAMW, _with_lr_on_the_card(ADAM)],
+            groups=[ADAMW, ADAM._replace(lr=torch.tensor(0.02))],
             counters=(0, 1),
             grad_scale=8.0,
             found_inf=found,
@@ -235,10 +226,6 @@ def _check_parameters(
             grad[20000:20300] = 0
             slot.exp_avg[20000:20300], slot.exp_avg_sq[20000:20300] = ZERO_CODE, 0
         _check_steps(adam, [step], folder)
-
-
-def _with_lr_on_the_card(group: Group) -> Group:
-    return group._replace(lr=torch.tensor(0.02))
 
 
 def _aligned_softmax_cases(dtype: torch.dtype) -> list[Case]:
@@ -254,12 +241,16 @@ def _aligned_softmax_cases(dtype: torch.dtype) -> list[Case]:
     return [call.forward_case() for call in calls] + [call.backward_case() for call in backward]
 
 
+def _sector_shares(code: MachineCode, cases: list[Case], folder: Path) -> list[dict[str, float]]:
+    _, counts = code.run(cases, folder)
+    return [count_instructions.sector_shares(count) for count in counts]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
     """With every access of a warp that loads or stores vectors."""
     cases = _aligned_softmax_cases(DTYPES[dtype])
-    _, counts = _code("softmax", dtype, 90).run(cases, tmp_path)
-    shares = [count_instructions.sector_shares(count) for count in counts]
+    shares = _sector_shares(_code("softmax", dtype, 90), cases, tmp_path)
     found = {(case.direction, case.numbers["n_cols"]): share for case, share in zip(cases, shares, strict=True)}
     assert all(set(share.values()) == {1.0} for share in shares), found
 
@@ -277,8 +268,7 @@ def test_row_norm_touches_whole_sectors(dtype: str, backward: bool, tmp_path: Pa
     # Without a norm nothing is pipelined.
     calls += [replace(calls[2], norm=NORM_NONE, dz=False)]
     cases = [call.backward_case() if backward else call.forward_case() for call in calls]
-    _, counts = _code("row_norm", dtype, 90).run(cases, tmp_path)
-    shares = [count_instructions.sector_shares(count) for count in counts]
+    shares = _sector_shares(_code("row_norm", dtype, 90), cases, tmp_path)
     assert all(set(share.values()) == {1.0} for share in shares), shares
 
 
@@ -303,8 +293,7 @@ def test_adam_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
         Step([Parameter(8192, **common, is_8bit=is_8bit)], groups=[ADAMW], orders=(WARPS_FORWARD,))
         for is_8bit in (True, False)
     ]
-    _, counts = _code("adam", dtype, 90).run([step.case() for step in steps], tmp_path)
-    shares = [count_instructions.sector_shares(count) for count in counts]
+    shares = _sector_shares(_code("adam", dtype, 90), [step.case() for step in steps], tmp_path)
     # The rest of the loads: what describes the chunks.
     assert all(share["stores"] == 1.0 and share["loads"] <= 1.01 for share in shares), shares
 
@@ -361,32 +350,6 @@ BUGS = {
 }
 
 
-# What the cases below launch. nvcc would take half a minute for all that row_norm has of one dtype.
-LAUNCHED = {
-    "row_norm": """
-        #include "row_norm_backward_pipelined.cuh"
-        #include "row_norm_forward.cuh"
-        namespace onetrip {
-        using T = __nv_bfloat16;
-        template __global__ void row_norm_forward_kernel<T, T, 16, 4, Access::kVectors>(RowNormForward);
-        template __global__ void row_norm_backward_pipelined_kernel<T, T, T, 0>(RowNormBackward, BackwardPartition,
-                                                                                PipelinePlan);
-        template __global__ void row_norm_backward_pipelined_kernel<T, T, T, kClusterRow>(
-            RowNormBackward, BackwardPartition, PipelinePlan);
-        template __global__ void row_norm_partials_kernel<kPartialGroups * kWarpThreads>(const float*, int64_t, int64_t,
-                                                                                         PartialSums);
-        }
-    """,
-    "softmax": """
-        #include "softmax_forward.cuh"
-        namespace onetrip {
-        template __global__ void softmax_forward_kernel<__nv_bfloat16, kBlockChunks, true>(SoftmaxForward,
-                                                                                           ForwardLaunch);
-        }
-    """,
-}
-
-
 def _bug_cases(family: str, arch: int) -> list[Case]:
     bf16 = torch.bfloat16
     if family == "softmax":
@@ -402,7 +365,7 @@ def test_bug_is_caught(name: str, tmp_path: Path) -> None:
     _skip_unless_runnable(arch)
     # What is stored in 16 bits hides the last bits of what was computed.
     dtype = torch.float32 if family == "adam" else torch.bfloat16
-    broken = machine_code(family, dtype, arch, sources_with(bug, tmp_path), LAUNCHED.get(family))
+    broken = machine_code(family, dtype, arch, sources_with(bug, tmp_path))
     with pytest.raises((SimulatorFailure, AssertionError)) as caught:
         if family == "adam":
             _check_steps(broken, _steps(dtype, (1000,)), tmp_path, error_ulps=1)

@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.gpusim.harness import Pair, assert_same_bits, build, missing_tool, run
-from tools.gpusim.row_norm import Call, calls, check_backward, check_forward
+from tools.gpusim.harness import (
+    Pair,
+    assert_same_bits,
+    assert_same_outputs,
+    build,
+    check_calls,
+    missing_tool,
+    run,
+    run_calls,
+    run_to_same_bits,
+)
+from tools.gpusim.row_norm import Call, calls
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))]
 
@@ -58,6 +68,11 @@ def in_turn(n_cols: Sequence[int], first: int = 0) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("n_cols", "pair"), list(zip(n_cols, pairs, strict=False)))
 
 
+def check_forwards(driver: Path, chosen: list[Call], folder: Path) -> None:
+    for call, actual in zip(chosen, run(driver, [call.forward_case() for call in chosen], folder), strict=True):
+        call.check_forward(actual)
+
+
 @pytest.mark.parametrize(
     ("pair", "size"), [(pair, size) for pair, sizes in CHOSEN_SIZES.items() for size in sizes], ids=_id
 )
@@ -67,17 +82,15 @@ def test_matches_reference(driver, pair: str, size: tuple[int, int], tmp_path: P
     chosen = calls(PAIRS[pair], *size, orders=(4,) if large else (0, 3, 4, 5))
     if large:
         chosen = [call for call in chosen if call.name in LARGE]
-    cases = [case for call in chosen for case in (call.forward_case(), call.backward_case())]
+    outputs = run_calls(driver(pair), chosen, tmp_path)
     # A GPU without asynchronous copies: other kernels, other parts of the rows. A row has the same bits.
-    cases += [replace(call, copies=False).backward_case() for call in chosen]
-    outputs = run(driver(pair), cases, tmp_path)
-    for i, call in enumerate(chosen):
-        check_forward(call, outputs[2 * i])
-        check_backward(call, outputs[2 * i + 1])
-        elsewhere = outputs[2 * len(chosen) + i]
-        check_backward(call, elsewhere)
+    others = run(driver(pair), [replace(call, copies=False).backward_case() for call in chosen], tmp_path)
+    for call, (forward, backward), elsewhere in zip(chosen, outputs, others, strict=True):
+        call.check_forward(forward)
+        call.check_backward(backward)
+        call.check_backward(elsewhere)
         for name in {"dx", "dresidual"} & elsewhere.keys():
-            assert_same_bits(f"{call.name} {name}", elsewhere[name], outputs[2 * i + 1][name])
+            assert_same_bits(f"{call.name} {name}", elsewhere[name], backward[name])
 
 
 @in_turn([40, 200, 768, 1024, 4096, 8193])
@@ -90,40 +103,34 @@ def test_sums_that_are_asked_to_be_are_the_same_bits_on_every_gpu(
     for call in chosen:
         gpus = [replace(call, gpu_independent=True, copies=copies).backward_case() for copies in (True, False)]
         later, earlier = run(driver(pair), gpus, tmp_path)
-        check_backward(call, later)
-        for name, tensor in earlier.items():
-            assert_same_bits(f"{call.name} {name}", tensor, later[name])
+        call.check_backward(later)
+        assert_same_outputs(call.name, earlier, later)
 
 
 # A single block's width, the least and the most of every number of blocks, and warps that are not shared out evenly.
 @in_turn([9216, 12288, 16384, 16392, 20000, 32768, 40000, 65536])
 def test_rows_in_clusters_match_reference(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
     chosen = [call for call in calls(PAIRS[pair], 3, n_cols, orders=(4,)) if call.name != "block_no_norm"]
-    for call, actual in zip(chosen, run(driver(pair), [call.forward_case() for call in chosen], tmp_path), strict=True):
-        check_forward(call, actual)
+    check_forwards(driver(pair), chosen, tmp_path)
 
 
 @pytest.mark.parametrize("pair", ["f32", "bf16"])
 def test_rows_in_clusters_in_every_order_of_threads(driver, pair: str, tmp_path: Path) -> None:
     chosen = [replace(call, row_padding=8) for call in calls(PAIRS[pair], 8, 9216, orders=(0, 3, 4, 5))]
-    for call, actual in zip(chosen, run(driver(pair), [call.forward_case() for call in chosen], tmp_path), strict=True):
-        check_forward(call, actual)
+    check_forwards(driver(pair), chosen, tmp_path)
 
 
 @in_turn([10240, 9216, 12288, 16384], first=1)
 def test_a_cluster_gives_the_same_bits_as_a_block(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
     for call in calls(PAIRS[pair], 3, n_cols, orders=(4,)):
         both = [replace(call, clusters=clusters).forward_case() for clusters in (True, False)]
-        cluster, block = run(driver(pair), both, tmp_path)
-        for name, tensor in block.items():
-            assert_same_bits(f"{call.name} {name}", cluster[name], tensor)
+        assert_same_outputs(call.name, *run(driver(pair), both, tmp_path))
 
 
 @in_turn([16392, 16392, 32768, 32768])
 def test_wide_rows_match_reference_without_clusters(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
     chosen = [replace(call, clusters=False) for call in calls(PAIRS[pair], 2, n_cols, orders=(4,))]
-    for call, actual in zip(chosen, run(driver(pair), [call.forward_case() for call in chosen], tmp_path), strict=True):
-        check_forward(call, actual)
+    check_forwards(driver(pair), chosen, tmp_path)
 
 
 # Two orders of threads where only rows are summed. 2048 blocks of threads add up the parts of the parameters' gradients
@@ -136,9 +143,7 @@ def test_rows_far_wider_than_shared_memory(driver, n_cols: int, has_parameters: 
     present = dict.fromkeys(("bias", "weight", "norm_bias"), has_parameters)
     options = {"residual": True, "dropout_p": 0.1, "store_z": True, "dz": True, "orders": orders, "clusters": False}
     call = Call("wide", 2, n_cols, PAIRS["f32"], **present, **options)
-    forward, backward = run(driver("f32"), [call.forward_case(), call.backward_case()], tmp_path)
-    check_forward(call, forward)
-    check_backward(call, backward)
+    check_calls(driver("f32"), [call], tmp_path)
 
 
 # None: y has x's dtype.
@@ -171,15 +176,7 @@ def test_same_bits_wherever_tensors_lie(
         replace(aligned, name="padded rows", row_padding=8),
         replace(aligned, name="odd row stride", row_padding=3),
     ]
-    cases = [case for call in layouts for case in (call.forward_case(), call.backward_case())]
-    outputs = run(driver(pair), cases, tmp_path)
-    for i, call in enumerate(layouts):
-        for direction, actual in zip((0, 1), outputs[2 * i : 2 * i + 2], strict=True):
-            for name, tensor in actual.items():
-                assert torch.equal(tensor.view(torch.uint8), outputs[direction][name].view(torch.uint8)), (
-                    call.name,
-                    name,
-                )
+    run_to_same_bits(driver(pair), layouts, tmp_path)
 
 
 # Both sides of where a row takes more blocks, up to six rows a part: every stage is filled again.
@@ -211,11 +208,10 @@ def test_wide_gradients_do_not_depend_on_the_gpu(
     # The first has the split kernels: with 32 KB no stage fits where a block has the row to itself either.
     gpus = [replace(call, clusters=False, shared_limit=32 * 1024)]
     gpus += [replace(call, shared_limit=limit * 1024) for limit in kilobytes]
-    outputs = run(driver(pair), [gpu.backward_case() for gpu in gpus], tmp_path)
-    check_backward(call, outputs[0])
-    for other in outputs[1:]:
-        for name, tensor in other.items():
-            assert torch.equal(tensor, outputs[0][name]), name
+    first, *others = run(driver(pair), [gpu.backward_case() for gpu in gpus], tmp_path)
+    call.check_backward(first)
+    for gpu, other in zip(gpus[1:], others, strict=True):
+        assert_same_outputs(f"{gpu.shared_limit} bytes", other, first)
 
 
 @pytest.mark.parametrize("pair", ["f32", "bf16", "bf16-f32"])
@@ -225,11 +221,11 @@ def test_wide_rows_do_not_depend_on_shared_memory(driver, pair: str, tmp_path: P
     for store_z, center_z in ((False, False), (True, False), (True, pair != "bf16")):
         call = Call("wide", 2, 33000, PAIRS[pair], **block, store_z=store_z, center_z=center_z)
         limits = (227 * 1024, 163 * 1024, 96 * 1024, 48 * 1024, 16 * 1024)
-        outputs = run(driver(pair), [replace(call, shared_limit=limit).forward_case() for limit in limits], tmp_path)
-        check_forward(call, outputs[0])
-        for other in outputs[1:]:
-            for name, tensor in other.items():
-                assert torch.equal(tensor, outputs[0][name]), name
+        cases = [replace(call, shared_limit=limit).forward_case() for limit in limits]
+        first, *others = run(driver(pair), cases, tmp_path)
+        call.check_forward(first)
+        for limit, other in zip(limits[1:], others, strict=True):
+            assert_same_outputs(f"{limit} bytes", other, first)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +245,9 @@ def test_wide_gradients_of_every_call(driver, pair: str, size: tuple[int, int], 
     chosen = [*aligned, *(replace(call, shift=1) for call in aligned)]
     outputs = run(driver(pair), [call.backward_case() for call in chosen], tmp_path)
     for call, output in zip(chosen, outputs, strict=True):
-        check_backward(call, output)
-    for output, unaligned in zip(outputs, outputs[len(aligned) :], strict=False):
-        assert all(torch.equal(tensor, unaligned[name]) for name, tensor in output.items())
+        call.check_backward(output)
+    for call, output, unaligned in zip(aligned, outputs, outputs[len(aligned) :], strict=False):
+        assert_same_outputs(call.name, unaligned, output)
 
 
 @pytest.mark.parametrize("clusters", [True, False], ids=["clusters", "split"])
@@ -263,13 +259,13 @@ def test_wide_gradients_under_every_order_of_threads(
     # Without clusters, and too little memory for a stage where a block has the row to itself.
     call = replace(call, clusters=clusters, shared_limit=(96 if clusters else 32) * 1024)
     (outputs,) = run(driver("bf16"), [call.backward_case()], tmp_path)
-    check_backward(call, outputs)
+    call.check_backward(outputs)
 
 
 @pytest.mark.parametrize("n_cols", [1000, 20000])
 def test_dropping_everything_gives_zero(driver, n_cols: int, tmp_path: Path) -> None:
     call = Call("p1", 3, n_cols, PAIRS["f32"], norm=0, bias=True, dropout_p=1.0, nan_where_dropped=True)
-    forward, backward = run(driver("f32"), [call.forward_case(), call.backward_case()], tmp_path)
+    ((forward, backward),) = run_calls(driver("f32"), [call], tmp_path)
     for tensor in (forward["z"], backward["dx"], backward["dbias"]):
         assert torch.equal(tensor, torch.zeros_like(tensor))
 

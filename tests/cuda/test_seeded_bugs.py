@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from onetrip.reference.rounding import Rounding
 from tools.gpusim import row_norm as cudasim_row_norm
 from tools.gpusim import softmax as cudasim_softmax
 from tools.gpusim.adam import ADAM, ADAMW, Parameter, Step
-from tools.gpusim.harness import Bug, build, missing_tool, run, sources_with
+from tools.gpusim.harness import Bug, build, check_calls, missing_tool, run, sources_with
 
 pytestmark = [pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool())), pytest.mark.promise("T7")]
 
@@ -233,14 +233,6 @@ ROUNDING_BUGS = {
 }
 
 
-def _check_pairs(driver: Path, calls: Sequence, family, folder: Path) -> None:
-    """Forward and backward of each call, until one is wrong."""
-    for call in calls:
-        forward, backward = run(driver, [call.forward_case(), call.backward_case()], folder)
-        family.check_forward(call, forward)
-        family.check_backward(call, backward)
-
-
 ROW_NORM_PAIR = (torch.bfloat16, torch.float32)
 
 
@@ -254,12 +246,13 @@ def check_row_norm(driver: Path, folder: Path) -> None:
     chosen += [Call("float32 dy", 21, 1024, **block, y_dtype=torch.float32)]
     chosen += [Call("cluster", 2, 16896, **block, orders=(0, 4))]
     chosen += [Call("kept", 1, 16392, **block, clusters=False, orders=(0,))]
-    _check_pairs(driver, chosen, cudasim_row_norm, folder)
+    for call in chosen:  # until one is wrong
+        check_calls(driver, [call], folder)
     # Blocks in clusters, more than 32 warps a row, two rows of dy and z and one of dz copied ahead; two kernels a row.
     cluster = Call("cluster", 20, 8456, **block, dz=True, shared_limit=112 * 1024, orders=(3, 5))
     for call in (cluster, replace(cluster, name="split", clusters=False)):
         (outputs,) = run(driver, [call.backward_case()], folder)
-        cudasim_row_norm.check_backward(call, outputs)
+        call.check_backward(outputs)
 
 
 def check_softmax(driver: Path, folder: Path) -> None:
@@ -279,7 +272,8 @@ def check_softmax(driver: Path, folder: Path) -> None:
         Call("wide", (2, 1, 1), 16392, **padding, orders=(0,), clusters=False),
         Call("cluster", (2, 1, 1), 20000, **padding, orders=(0, 4)),
     ]
-    _check_pairs(driver, chosen, cudasim_softmax, folder)
+    for call in chosen:
+        check_calls(driver, [call], folder)
 
 
 def check_adam(driver: Path, folder: Path) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from tools.gpusim.harness import assert_same_bits, build, missing_tool, run
-from tools.gpusim.softmax import Call, calls, check_backward, check_forward
+from tools.gpusim.harness import build, check_calls, missing_tool, run, run_calls, run_to_same_bits
+from tools.gpusim.softmax import Call, calls
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))]
 
@@ -42,35 +41,21 @@ def in_turn(n_cols: Sequence[int]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("n_cols", "dtype"), list(zip(n_cols, itertools.cycle(DTYPES), strict=False)))
 
 
-def _run(driver: Path, chosen: list[Call], folder: Path) -> list[dict[str, Tensor]]:
-    return run(driver, [case for call in chosen for case in (call.forward_case(), call.backward_case())], folder)
-
-
-def _assert_same_bits(what: str, a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    for name in a:
-        assert_same_bits(f"{what}: {name}", a[name], b[name])
-
-
-def _check(driver: Path, chosen: list[Call], folder: Path) -> None:
-    outputs = _run(driver, chosen, folder)
-    for i, call in enumerate(chosen):
-        check_forward(call, outputs[2 * i])
-        check_backward(call, outputs[2 * i + 1])
-
-
 @pytest.mark.parametrize("size", SIZES, ids=_id)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_reference(driver, dtype: str, size: tuple[tuple[int, int, int], int], tmp_path: Path) -> None:
     # Every thread order at the small sizes.
     orders = (0, 3, 4, 5) if size[1] <= 1100 else (4,)
-    _check(driver(dtype), calls(DTYPES[dtype], *size, orders=orders), tmp_path)
+    check_calls(driver(dtype), calls(DTYPES[dtype], *size, orders=orders), tmp_path)
 
 
 @pytest.mark.parametrize("size", WIDE, ids=_id)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wide_rows_match_reference(driver, dtype: str, size: tuple[tuple[int, int, int], int], tmp_path: Path) -> None:
     chosen = [replace(call, clusters=False) for call in calls(DTYPES[dtype], *size, orders=(4,))]
-    _check(driver(dtype), [call for call in chosen if call.name in ("padding", "bias_transposed", "causal")], tmp_path)
+    check_calls(
+        driver(dtype), [call for call in chosen if call.name in ("padding", "bias_transposed", "causal")], tmp_path
+    )
 
 
 # A single block's width, the least and the most of every number of blocks, and warps that are not shared out evenly.
@@ -80,21 +65,19 @@ def test_rows_in_clusters_match_reference(driver, dtype: str, n_cols: int, tmp_p
     chosen = calls(DTYPES[dtype], (2, 1, 2), n_cols, orders=(4,))
     if n_cols > 20000:  # thousands of fibers a row
         chosen = [call for call in chosen if call.name in ("padding", "bias_of_batch", "causal")]
-    _check(driver(dtype), chosen, tmp_path)
+    check_calls(driver(dtype), chosen, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_rows_in_clusters_in_every_order_of_threads(driver, dtype: str, tmp_path: Path) -> None:
     chosen = calls(DTYPES[dtype], (2, 2, 2), 9216, orders=(0, 3, 4, 5))
-    _check(driver(dtype), [replace(call, row_padding=8) for call in chosen], tmp_path)
+    check_calls(driver(dtype), [replace(call, row_padding=8) for call in chosen], tmp_path)
 
 
 @in_turn([8704, 9216, 12288, 16384])
 def test_a_cluster_gives_the_same_bits_as_a_block(driver, dtype: str, n_cols: int, tmp_path: Path) -> None:
     for call in calls(DTYPES[dtype], (2, 1, 2), n_cols, orders=(4,)):
-        forward, backward, *of_block = _run(driver(dtype), [call, replace(call, clusters=False)], tmp_path)
-        _assert_same_bits(call.name, forward, of_block[0])
-        _assert_same_bits(call.name, backward, of_block[1])
+        run_to_same_bits(driver(dtype), [call, replace(call, clusters=False)], tmp_path)
 
 
 @pytest.mark.parametrize("n_visible", [-1, 3000, 9000])
@@ -133,13 +116,13 @@ def test_gradient_of_a_shared_mask(driver, dtype: str, size: tuple[tuple[int, in
     chosen.append(replace(shared, name="of all rows", mask_has=(False, False, False, True)))
     outputs = run(driver(dtype), [call.backward_case() for call in chosen], tmp_path)
     for call, actual in zip(chosen, outputs, strict=True):
-        check_backward(call, actual)
+        call.check_backward(actual)
 
 
 def test_gradient_of_a_shared_mask_of_wide_rows(driver, tmp_path: Path) -> None:
     call = Call("wide", (19, 1, 1), 8201, torch.bfloat16, mask=torch.float32, mask_has=(False, True, True, True))
     (outputs,) = run(driver("bf16"), [replace(call, orders=(4,)).backward_case()], tmp_path)
-    check_backward(call, outputs)
+    call.check_backward(outputs)
 
 
 @pytest.mark.parametrize("size", [((2, 2, 3), 64), ((2, 2, 3), 1024), ((2, 1, 2), 16392), ((1, 1, 2), 32776)], ids=_id)
@@ -158,10 +141,7 @@ def test_same_bits_wherever_tensors_lie(
         replace(aligned, name="padded rows", row_padding=8, mask_padding=8),
         replace(aligned, name="odd row stride", row_padding=3, mask_padding=3),
     ]
-    outputs = _run(driver(dtype), layouts, tmp_path)
-    for i, call in enumerate(layouts):
-        _assert_same_bits(call.name, outputs[0], outputs[2 * i])
-        _assert_same_bits(call.name, outputs[1], outputs[2 * i + 1])
+    run_to_same_bits(driver(dtype), layouts, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -172,12 +152,10 @@ def test_wide_rows_do_not_depend_on_shared_memory(driver, dtype: str, tmp_path: 
         clusters=False,
     )  # fmt: skip
     limits = (227 * 1024, 163 * 1024, 96 * 1024, 48 * 1024)
-    outputs = _run(driver(dtype), [replace(call, shared_limit=limit) for limit in limits], tmp_path)
-    check_forward(call, outputs[0])
-    check_backward(call, outputs[1])
-    for i, limit in enumerate(limits):
-        _assert_same_bits(str(limit), outputs[0], outputs[2 * i])
-        _assert_same_bits(str(limit), outputs[1], outputs[2 * i + 1])
+    gpus = [replace(call, name=f"{limit} bytes", shared_limit=limit) for limit in limits]
+    forward, backward = run_to_same_bits(driver(dtype), gpus, tmp_path)
+    call.check_forward(forward)
+    call.check_backward(backward)
 
 
 @pytest.mark.parametrize(("n_cols", "clusters"), [(5, True), (300, True), (33000, True), (33000, False)])
@@ -199,7 +177,7 @@ def test_largest_values_and_masks(driver, n_cols: int, clusters: bool, tmp_path:
 @pytest.mark.parametrize(("n_cols", "clusters"), [(7, True), (1000, True), (33000, True), (33000, False)])
 def test_dropping_everything_gives_zero(driver, n_cols: int, clusters: bool, tmp_path: Path) -> None:
     call = Call("p1", (1, 1, 3), n_cols, torch.float32, dropout_p=1.0, orders=(4,), clusters=clusters)
-    forward, backward = _run(driver("f32"), [call], tmp_path)
+    ((forward, backward),) = run_calls(driver("f32"), [call], tmp_path)
     for tensor in (forward["y"], backward["dscores"]):
         assert torch.equal(tensor, torch.zeros_like(tensor))
     assert torch.signbit(forward["p"]).all()

@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.sass.cuda_compile import (
-    KIB,
-    MULTIPROCESSORS,
-    Kernel,
-    cluster_threads,
-    print_table,
-    resident_threads,
-)
+from tools.sass.cuda_compile import KIB, MULTIPROCESSORS, Kernel, cluster_threads, print_table, resident_threads
 
 pytestmark = pytest.mark.slow
 FAMILY = "softmax"

@@ -13,15 +13,7 @@ import pytest
 from tools import class_table, site_links
 
 ROOT = Path(__file__).resolve().parents[2]
-LOADED = {
-    "script": "src",
-    "link": "href",
-    "img": "src",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "audio": "src",
-}
+LOADED = dict.fromkeys(("script", "img", "iframe", "source", "video"), "src") | {"link": "href"}
 
 
 class Loaded(HTMLParser):

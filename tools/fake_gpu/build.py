@@ -3,7 +3,6 @@ CUDA kernels on the simulator of tools/gpusim. Triton runs what it compiles for 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,9 @@ import pybind11
 import torch
 
 from ..gpusim import harness
-from ..gpusim.harness import BUILD, ROOT, RUNTIME, SIMULATOR, compiled, simulator_sources
-from ..sass.emulator import compiled_once
+from ..gpusim.harness import RUNTIME, compiled, simulator_sources
+from ..sass.cuda_compile import CSRC, ROOT, SIMULATOR, simulator_flags
+from ..sass.emulator import BUILD, compiled_once, digest_of
 
 FAKE_GPU = Path(__file__).resolve().parent
 PYTHON = (f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")
@@ -28,18 +28,15 @@ def missing_tool() -> str | None:
 
 
 def _native_library(folder: Path) -> Path:
-    csrc = ROOT / "csrc"
-    sources = [csrc / "bindings.cpp", *sorted((csrc / "cuda").glob("*.cu")), *sorted((csrc / "cpu").glob("*.cpp"))]
+    sources = [CSRC / "bindings.cpp", *sorted((CSRC / "cuda").glob("*.cu")), *sorted((CSRC / "cpu").glob("*.cpp"))]
     sources += [*(SIMULATOR / f"{name}.cpp" for name in RUNTIME), FAKE_GPU / "native_runtime.cpp"]
-    flags = ["-std=c++17", "-fPIC", "-w", "-fopenmp", "-fvisibility=hidden", "-fno-strict-aliasing"]
-    flags += ["-ffp-contract=off", "-DONETRIP_CUDASIM", "-DONETRIP_WITH_CUDA", "-DONETRIP_LEVEL=baseline"]
-    flags += ['-DONETRIP_CUDA_ARCHS_BUILT="7.0 8.0 9.0"', *PYTHON, f"-I{SIMULATOR}", f"-I{csrc}"]
-    flags += [f"-isystem{folder}" for folder in harness.cuda_includes() or ()]
-    headers = [*csrc.rglob("*.h"), *csrc.rglob("*.cuh"), *simulator_sources()]
+    flags = [*simulator_flags(), *PYTHON, "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DONETRIP_WITH_CUDA"]
+    flags += ["-DONETRIP_LEVEL=baseline", '-DONETRIP_CUDA_ARCHS_BUILT="7.0 8.0 9.0"']
+    headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh"), *simulator_sources()]
 
     def object_of(source: Path) -> Path:
         """Not optimised where little runs: the kernels of the CPU, and bindings.cpp."""
-        level = "-O0" if source.parent in (csrc, csrc / "cpu") else "-O1"
+        level = "-O0" if source.parent in (CSRC, CSRC / "cpu") else "-O1"
         return compiled(source, [*flags, level], headers)
 
     with ThreadPoolExecutor(2) as pool:
@@ -59,10 +56,8 @@ def _torch_device(folder: Path) -> Path:
 def build() -> Path:
     """Compiles the device of torch and the native library, under build/ by the hash of their sources. Returns their
     folder."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted([*(ROOT / "csrc").rglob("*.*"), *simulator_sources(), *FAKE_GPU.glob("*.*")]):
-        digest.update(path.name.encode() + path.read_bytes())
-    folder = BUILD / f"fake_gpu-{digest.hexdigest()[:16]}"
+    sources = [*CSRC.rglob("*.*"), *simulator_sources(), *FAKE_GPU.glob("*.*")]
+    folder = BUILD / f"fake_gpu-{digest_of([torch.__version__], sources)}"
     _torch_device(folder)
     _native_library(folder)
     return folder

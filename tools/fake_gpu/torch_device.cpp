@@ -67,13 +67,16 @@ Tensor& resize(Tensor& self, at::IntArrayRef size) {
   return self;
 }
 
+// The value, with place() of its tensors in their stead.
+IValue moved(const IValue& value, Tensor (*place)(const Tensor&)) {
+  if (value.isTensor()) return place(value.toTensor());
+  if (!value.isTensorList()) return value;
+  c10::List<Tensor> tensors;
+  for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(place(tensor));
+  return tensors;
+}
+
 IValue of_cpu(const IValue& value) {
-  if (value.isTensor()) return on_cpu(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<Tensor> tensors;
-    for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(on_cpu(tensor));
-    return tensors;
-  }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<Tensor>> tensors;
     for (const auto& tensor : value.toOptionalTensorVector())
@@ -82,17 +85,7 @@ IValue of_cpu(const IValue& value) {
   }
   if (value.isDevice() && value.toDevice().is_cuda()) return at::Device(DeviceType::CPU);
   if (value.isGenerator()) return next_of(value.toGenerator());
-  return value;
-}
-
-IValue of_card(const IValue& value) {
-  if (value.isTensor()) return on_gpu(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<Tensor> tensors;
-    for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(on_gpu(tensor));
-    return tensors;
-  }
-  return value;
+  return moved(value, on_cpu);
 }
 
 void copy_results(const IValue& to, const IValue& from) {
@@ -191,7 +184,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   std::vector<IValue> results = run(op, arguments), made;
   for (const IValue& result : results) {
-    made.push_back(of_card(result));
+    made.push_back(moved(result, on_gpu));
     stack->push_back(made.back());
   }
   if (capture != nullptr) {

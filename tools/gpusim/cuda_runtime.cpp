@@ -1,4 +1,6 @@
 // The runtime calls that launchers make: devices of every kind that a test asks for, on which everything succeeds.
+#include <map>
+
 #include "cudasim.h"
 
 namespace {
@@ -30,35 +32,21 @@ cudaError_t CUDARTAPI cudaSetDevice(int device) {
 }
 cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   const cudasim::Gpu& gpu = known_gpus.at(static_cast<size_t>(device));
-  // A multiprocessor like those of sm_80 to sm_100, but for its shared memory.
-  switch (attribute) {
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = gpu.shared_limit;
-      return cudaSuccess;
-    case cudaDevAttrReservedSharedMemoryPerBlock:
-      *value = gpu.reserved_shared;
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = gpu.shared_limit + gpu.reserved_shared;
-      return cudaSuccess;
-    case cudaDevAttrMultiProcessorCount:
-      *value = 2;  // few, so that blocks come to take more than one piece of the work
-      return cudaSuccess;
-    case cudaDevAttrMaxThreadsPerMultiProcessor:
-      *value = 2048;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = gpu.has_clusters ? 9 : gpu.has_copies ? 8 : 7;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      return cudaSuccess;
-    case cudaDevAttrClusterLaunch:
-      *value = gpu.has_clusters ? 1 : 0;
-      return cudaSuccess;
-    default:
-      return cudaErrorInvalidValue;
-  }
+  const std::map<cudaDeviceAttr, int> values = {
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu.shared_limit},
+      {cudaDevAttrReservedSharedMemoryPerBlock, gpu.reserved_shared},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, gpu.shared_limit + gpu.reserved_shared},
+      {cudaDevAttrMultiProcessorCount, 2},  // few, so that blocks come to take more than one piece of the work
+      {cudaDevAttrComputeCapabilityMajor, gpu.has_clusters ? 9
+                                          : gpu.has_copies ? 8
+                                                           : 7},
+      {cudaDevAttrComputeCapabilityMinor, 0},
+      {cudaDevAttrClusterLaunch, gpu.has_clusters ? 1 : 0},
+  };
+  const auto found = values.find(attribute);
+  if (found == values.end()) return cudaErrorInvalidValue;
+  *value = found->second;
+  return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaDriverGetVersion(int* version) {
   *version = 13000;

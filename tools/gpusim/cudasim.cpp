@@ -1,4 +1,4 @@
-// The scheduler of cudasim.h: fibers, barriers, shared memory, and the few runtime calls that launchers make.
+// The scheduler of cudasim.h: fibers, barriers, shared memory.
 #include "cudasim.h"
 
 #include <sys/mman.h>
@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <utility>
 #include <vector>
@@ -108,7 +109,7 @@ Fiber* running = nullptr;
 Body kernel_body = nullptr;
 void* kernel_context = nullptr;
 size_t n_dynamic_bytes = 0;
-Order order = Order::kForward;
+Order order = Order::kInStep;
 std::mt19937 random_order{1};
 
 Block& block_of(const Fiber& fiber) { return blocks[fiber.indices.cluster_rank]; }
@@ -207,22 +208,18 @@ bool run_warp_alone(size_t warp) {
   return ran;
 }
 
-std::vector<size_t> sequence(size_t count, bool reversed, bool shuffled) {
-  std::vector<size_t> indices(count);
-  for (size_t i = 0; i < count; ++i) indices[i] = reversed ? count - 1 - i : i;
-  if (shuffled) std::shuffle(indices.begin(), indices.end(), random_order);
-  return indices;
-}
-
 // Every thread runs once, or every warp as far as it comes. Returns whether any ran.
 bool run_round() {
-  const bool reversed = order == Order::kReverse || order == Order::kWarpsReverse;
-  const bool shuffled = order == Order::kRandom || order == Order::kWarpsRandom;
-  const bool by_warps = order >= Order::kWarpsForward;
   bool ran = false;
-  for (size_t i : sequence(by_warps ? blocks.size() * warps_of_block() : fibers.size(), reversed, shuffled)) {
-    ran |= by_warps ? run_warp_alone(i) : run_if_ready(i);
+  if (order == Order::kInStep) {
+    for (size_t i = 0; i < fibers.size(); ++i) ran |= run_if_ready(i);
+    return ran;
   }
+  std::vector<size_t> warps(blocks.size() * warps_of_block());
+  std::iota(warps.begin(), warps.end(), size_t{0});
+  if (order == Order::kWarpsReverse) std::reverse(warps.begin(), warps.end());
+  if (order == Order::kWarpsRandom) std::shuffle(warps.begin(), warps.end(), random_order);
+  for (size_t warp : warps) ran |= run_warp_alone(warp);
   return ran;
 }
 

@@ -31,9 +31,7 @@ namespace cudasim {
 
 // In which order threads run between two waits.
 enum class Order {
-  kForward = 0,
-  kReverse = 1,
-  kRandom = 2,
+  kInStep = 0,  // all threads in turn
   // Warp by warp, each as far as it can alone, which is what exposes a missing barrier:
   kWarpsForward = 3,
   kWarpsReverse = 4,
@@ -143,6 +141,16 @@ T shuffle(unsigned mask, T value, unsigned source_lane) {
   return result;
 }
 
+template <typename Operation>
+unsigned reduce(unsigned mask, unsigned value, Operation operation) {
+  const uint64_t* slots = warp_exchange(mask, value);
+  unsigned result = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if ((mask >> lane & 1u) != 0) result = operation(result, static_cast<unsigned>(slots[lane]));
+  }
+  return result;
+}
+
 }  // namespace cudasim
 
 #define ONETRIP_SHARED(type, name, count) \
@@ -227,7 +235,6 @@ T* global_pointer(int64_t address, Index index) {
 
 // The line, not the return address, tells barriers apart: compilers duplicate code.
 inline void __syncthreads(int line = __builtin_LINE()) { ::cudasim::block_barrier(line); }
-inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { ::cudasim::warp_exchange(mask, 0); }
 
 // width: the warp falls into segments of so many lanes; a lane outside its segment means the lane itself.
 template <typename T>
@@ -242,29 +249,13 @@ T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
   return ::cudasim::shuffle(mask, value, lane / width * width + static_cast<unsigned>(source) % width);
 }
 
-inline int __any_sync(unsigned mask, int predicate) {
-  const uint64_t* slots = ::cudasim::warp_exchange(mask, predicate != 0);
-  const auto holds = [&](unsigned lane) { return (mask >> lane & 1u) != 0 && slots[lane] != 0; };
-  unsigned lane = 0;
-  while (lane < 32 && !holds(lane)) ++lane;
-  return lane < 32;
-}
-
 inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
-  const uint64_t* slots = ::cudasim::warp_exchange(mask, value);
-  unsigned result = 0;
-  for (unsigned lane = 0; lane < 32; ++lane)
-    result |= (mask >> lane & 1u) != 0 ? static_cast<unsigned>(slots[lane]) : 0;
-  return result;
+  return ::cudasim::reduce(mask, value, [](unsigned a, unsigned b) { return a | b; });
 }
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
-  const uint64_t* slots = ::cudasim::warp_exchange(mask, value);
-  unsigned result = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) {
-    if ((mask >> lane & 1u) != 0) result = std::max(result, static_cast<unsigned>(slots[lane]));
-  }
-  return result;
+  return ::cudasim::reduce(mask, value, [](unsigned a, unsigned b) { return std::max(a, b); });
 }
+inline int __any_sync(unsigned mask, int predicate) { return __reduce_or_sync(mask, predicate != 0) != 0; }
 
 template <typename T>
 T __ldg(const T* address) {

@@ -5,8 +5,6 @@ A case is what one launcher call needs: numbers, input tensors, and the shapes a
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,11 +17,9 @@ import torch
 from onetrip.reference.philox import dropout_scale, dropout_threshold
 from torch import Tensor
 
-from ..sass.emulator import EMULATOR, build_machine, compiled_once, made_once
+from ..sass.cuda_compile import CSRC, SIMULATOR, cuda_includes, simulator_flags
+from ..sass.emulator import BUILD, EMULATOR, build_machine, compiled_once, digest_of, made_once
 
-ROOT = Path(__file__).resolve().parents[2]
-SIMULATOR = ROOT / "tools" / "gpusim"
-BUILD = ROOT / "build" / "cudasim"
 RUNTIME = ("cudasim", "cuda_runtime")
 """Sources that every program on the simulator is linked with."""
 
@@ -51,9 +47,13 @@ class Case:
     orders: Sequence[int] = ORDERS
 
 
+Outputs = dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class RowsCall:
-    """What calls of row_norm and of softmax have in common: rows of n_cols elements, with dropout."""
+    """What calls of row_norm and of softmax have in common: rows of n_cols elements, with dropout. Each adds
+    forward_case(), backward_case(), check_forward(outputs) and check_backward(outputs)."""
 
     name: str
     dropout_p: float = field(default=0.0, kw_only=True)
@@ -94,21 +94,15 @@ class RowsCall:
     def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> Output:
         return shape, dtype, self.shift * dtype.itemsize
 
+    def assert_close(self, name: str, actual: Tensor, expected: Tensor, relative: float, absolute: float) -> None:
+        """NaN where NaN is expected, and nowhere else."""
+        near = (actual.double() - expected).abs() <= relative * expected.abs() + absolute
+        wrong = ~(near | (torch.isnan(actual) & torch.isnan(expected)))
+        assert_none(wrong, f"{self.name}: {name}", actual, expected)
+
 
 class SimulatorFailure(AssertionError):
     """The driver stopped: a sanitizer, the simulator's own checks, or results that depend on the order of threads."""
-
-
-def cuda_includes() -> list[Path] | None:
-    """Folders with the CUDA headers: of a toolkit, else of NVIDIA's pip packages; None where there are none."""
-    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
-        if home and (Path(home) / "include" / "cuda_bf16.h").exists():
-            return [Path(home) / "include"]
-    spec = importlib.util.find_spec("nvidia")
-    roots = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
-    folders = [root / name / "include" for root in roots for name in ("cuda_runtime", "cuda_nvcc", "cuda_cccl")]
-    folders = [folder for folder in folders if folder.is_dir()]
-    return folders if any((folder / "cuda_bf16.h").exists() for folder in folders) else None
 
 
 def missing_tool() -> str | None:
@@ -132,19 +126,19 @@ def simulator_sources() -> list[Path]:
     return [*SIMULATOR.glob("*.cpp"), *SIMULATOR.glob("*.h")]
 
 
+def _without_folders(flags: Sequence[str]) -> list[str]:
+    """Where a checkout lies is no setting."""
+    return [flag for flag in flags if not flag.startswith("-I")]
+
+
 def compiled(source: Path, flags: Sequence[str], dependencies: Iterable[Path]) -> Path:
     """Compiles one source, under build/ by the hash of flags and dependencies."""
-    digest = hashlib.sha256("\0".join(flag for flag in flags if not flag.startswith("-I")).encode())
-    for path in sorted([source, *dependencies], key=lambda path: path.name):
-        digest.update(path.name.encode() + path.read_bytes())
-    target = BUILD / f"{source.stem}-{digest.hexdigest()[:16]}.o"
+    target = BUILD / f"{source.stem}-{digest_of(_without_folders(flags), [source, *dependencies])}.o"
     return compiled_once(target, ["g++", *flags, "-x", "c++", "-c", str(source), "-o"])
 
 
 def _precompiled(flags: Sequence[str]) -> Path:
     """A header that includes cudasim.h, compiled ahead: reading it and CUDA's headers takes a second each time."""
-    digest = hashlib.sha256("\0".join(flag for flag in flags if not flag.startswith("-I")).encode())
-    digest.update((SIMULATOR / "cudasim.h").read_bytes())
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -152,21 +146,14 @@ def _precompiled(flags: Sequence[str]) -> Path:
         header.write_text('#include "cudasim.h"\n')
         subprocess.run(["g++", *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
 
-    return made_once(BUILD / f"precompiled-{digest.hexdigest()[:16]}", make) / "precompiled.h"
+    digest = digest_of(_without_folders(flags), [SIMULATOR / "cudasim.h"])
+    return made_once(BUILD / f"precompiled-{digest}", make) / "precompiled.h"
 
 
-def build(
-    family: str,
-    types: Iterable[Sequence[torch.dtype]],
-    csrc: Path = ROOT / "csrc",
-    sanitize: bool = True,
-) -> Path:
+def build(family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path = CSRC, sanitize: bool = True) -> Path:
     """Compiles the driver of the family for these dtypes: (x, z) of row_norm, (scores,) of softmax, (param, grad) of
     adam. Returns its path, under build/ by the hash of its sources."""
-    folders = cuda_includes()
-    assert folders is not None
-    flags = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-DONETRIP_CUDASIM"]
-    flags += [f"-I{SIMULATOR}", f"-I{EMULATOR}", f"-I{csrc}", *(f"-isystem{folder}" for folder in folders)]
+    flags = simulator_flags(csrc)
     sanitizers = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitize else []
     flags += sanitizers
     of_simulator = [*csrc.rglob("*.h"), *simulator_sources(), EMULATOR / "machine_driver.h"]
@@ -181,7 +168,7 @@ def build(
         ),
         build_machine("o", "-r", "-nostdlib"),
     ]
-    driver = BUILD / f"{family}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}"
+    driver = BUILD / f"{family}-{digest_of(map(str, objects))}"
     # -rdynamic: a kernel's machine code is found by its name.
     return compiled_once(driver, ["g++", *sanitizers, "-rdynamic", *map(str, objects), "-ldl", "-o"])
 
@@ -197,7 +184,7 @@ class Bug(NamedTuple):
 def sources_with(bug: Bug | None, folder: Path) -> Path:
     """A copy of csrc in the folder, with the bug put in."""
     csrc = folder / "csrc"
-    shutil.copytree(ROOT / "csrc", csrc)
+    shutil.copytree(CSRC, csrc)
     if bug is not None:
         path = csrc / "cuda" / bug.file
         source = path.read_text()
@@ -210,7 +197,7 @@ def _raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str] = ()) -> list[dict[str, Tensor]]:
+def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str] = ()) -> list[Outputs]:
     """Runs the cases; returns each one's outputs. folder: for the files that pass between here and the driver.
     prelude: further commands, before all cases."""
     script = list(prelude)
@@ -241,9 +228,9 @@ def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str
         raise SimulatorFailure(f"launchers returned {codes}")
     raw = (folder / "output").read_bytes()
     position = 0
-    all_outputs: list[dict[str, Tensor]] = []
+    all_outputs: list[Outputs] = []
     for case in cases:
-        outputs: dict[str, Tensor] = {}
+        outputs: Outputs = {}
         for name, (shape, dtype, _) in case.outputs.items():
             size = torch.Size(shape).numel() * dtype.itemsize
             chunk = bytearray(raw[position : position + size])
@@ -253,6 +240,38 @@ def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str
             position += size
         all_outputs.append(outputs)
     return all_outputs
+
+
+def cases_of(calls: Iterable[RowsCall]) -> list[Case]:
+    """Forward and backward of each call."""
+    return [case for call in calls for case in (call.forward_case(), call.backward_case())]
+
+
+def run_calls(driver: Path, calls: Sequence[RowsCall], folder: Path) -> list[tuple[Outputs, Outputs]]:
+    """Outputs of forward and of backward of each call."""
+    outputs = run(driver, cases_of(calls), folder)
+    return list(zip(outputs[::2], outputs[1::2], strict=True))
+
+
+def check_calls(driver: Path, calls: Sequence[RowsCall], folder: Path) -> None:
+    for call, (forward, backward) in zip(calls, run_calls(driver, calls, folder), strict=True):
+        call.check_forward(forward)
+        call.check_backward(backward)
+
+
+def run_to_same_bits(driver: Path, calls: Sequence[RowsCall], folder: Path) -> tuple[Outputs, Outputs]:
+    """What each of the calls gives, forward and backward."""
+    (forward, backward), *others = run_calls(driver, calls, folder)
+    for call, other in zip(calls[1:], others, strict=True):
+        assert_same_outputs(call.name, other[0], forward)
+        assert_same_outputs(call.name, other[1], backward)
+    return forward, backward
+
+
+def assert_same_outputs(what: str, actual: Outputs, expected: Outputs) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert_same_bits(f"{what}: {name}", tensor, expected[name])
 
 
 def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:

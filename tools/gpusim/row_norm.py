@@ -10,7 +10,7 @@ from onetrip.reference.philox import keep_mask
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
 from torch import Tensor
 
-from tools.gpusim.harness import DTYPE_CODES, ORDERS, RNG, Case, Pair, RowsCall, assert_none
+from tools.gpusim.harness import DTYPE_CODES, ORDERS, RNG, Case, Outputs, Pair, RowsCall
 
 
 @dataclass(frozen=True)
@@ -160,38 +160,30 @@ class Call(RowsCall):
         gradients = reference.backward(operands, RNG, plan._replace(z_dtype=torch.float64), wanted)
         return {name: gradient for name, gradient in gradients._asdict().items() if gradient is not None}
 
+    def check_forward(self, outputs: Outputs) -> None:
+        """z to the bit; y to one rounding of its dtypes; mean and rstd to float32 accuracy."""
+        plan = self.plan()
+        expected = self.reference_forward()
+        for name, actual in outputs.items():
+            wanted = expected[name]
+            assert wanted is not None and not wanted.isnan().any()
+            if name == "z" and not plan.center_z:
+                assert torch.equal(actual, wanted), f"{self.name}: z differs"
+                continue
+            other = plan.n_dtype if name == "y" else torch.float32
+            step = max(torch.finfo(dtype).eps for dtype in (actual.dtype, other))
+            self.assert_close(name, actual, wanted.double(), relative=2 * step, absolute=4e-6)
 
-def check_forward(call: Call, outputs: dict[str, Tensor]) -> None:
-    """z to the bit; y to one rounding of its dtypes; mean and rstd to float32 accuracy."""
-    plan = call.plan()
-    expected = call.reference_forward()
-    for name, actual in outputs.items():
-        wanted = expected[name]
-        assert wanted is not None
-        if name == "z" and not plan.center_z:
-            assert torch.equal(actual, wanted), f"{call.name}: z differs"
-            continue
-        step = max(torch.finfo(dtype).eps for dtype in (actual.dtype, plan.n_dtype if name == "y" else torch.float32))
-        _assert_close(f"{call.name}: {name}", actual, wanted.double(), relative=2 * step, absolute=4e-6)
-
-
-def check_backward(call: Call, outputs: dict[str, Tensor]) -> None:
-    """Against float64: one rounding of the gradient's dtype, and float32 sums."""
-    expected = call.reference_backward()
-    assert set(expected) == set(outputs)
-    for name, actual in outputs.items():
-        terms = call.n_rows if actual.dim() == 1 else 1
-        largest = max(1.0, float(expected[name].abs().max()))
-        step = torch.finfo(actual.dtype).eps
-        _assert_close(
-            f"{call.name}: {name}", actual, expected[name], relative=step, absolute=3e-6 * largest * terms**0.5
-        )
-
-
-def _assert_close(what: str, actual: Tensor, expected: Tensor, relative: float, absolute: float) -> None:
-    # Written so that a NaN fails.
-    wrong = ~((actual.double() - expected).abs() <= relative * expected.abs() + absolute)
-    assert_none(wrong, what, actual, expected)
+    def check_backward(self, outputs: Outputs) -> None:
+        """Against float64: one rounding of the gradient's dtype, and float32 sums."""
+        expected = self.reference_backward()
+        assert set(expected) == set(outputs)
+        for name, actual in outputs.items():
+            terms = self.n_rows if actual.dim() == 1 else 1
+            largest = max(1.0, float(expected[name].abs().max()))
+            step = torch.finfo(actual.dtype).eps
+            assert not expected[name].isnan().any()
+            self.assert_close(name, actual, expected[name], relative=step, absolute=3e-6 * largest * terms**0.5)
 
 
 def calls(pair: Pair, n_rows: int, n_cols: int, orders: tuple[int, ...] = ORDERS) -> list[Call]:

@@ -11,7 +11,7 @@ from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from torch import Tensor
 
-from tools.gpusim.harness import DTYPE_CODES, ORDERS, RNG, Case, RowsCall, assert_none
+from tools.gpusim.harness import DTYPE_CODES, ORDERS, RNG, Case, Outputs, RowsCall
 
 MASK_CODES = {**DTYPE_CODES, torch.bool: 3}
 ALL = (True, True, True, True)
@@ -62,33 +62,25 @@ class Call(RowsCall):
     def tensors(self) -> dict[str, Tensor]:
         """Random inputs, the same for every layout of the same call."""
         generator = torch.Generator().manual_seed(self.n_rows * 100003 + self.n_cols)
-        shape = (self.n_rows, self.n_cols)
-        scores = 3 * torch.randn(shape, generator=generator)
+        rows = (self.n_rows, self.n_cols)
+        scores = 3 * torch.randn(rows, generator=generator)
         for i, value in enumerate(self.special):
             scores.view(-1)[i * 37 % scores.numel()] = value
-        drawn = {"scores": scores.to(self.dtype), "dy": torch.randn(shape, generator=generator).to(self.dtype)}
+        drawn = {"scores": scores.to(self.dtype), "dy": torch.randn(rows, generator=generator).to(self.dtype)}
         layout = self.layout()
         if layout is not None:
-            # Drawn in the order of the elements, so that padding changes no value.
-            has = [size for size, there in zip((*self.dims, self.n_cols), self.mask_has, strict=True) if there]
-            values = torch.randn(has, generator=generator).expand(has).contiguous()
-            hidden = torch.rand(has, generator=generator) < 0.3
-            rows = hidden.view(-1, has[-1] if self.mask_has[3] else 1)
-            rows[1::3] = True
-            full = [size if there else 1 for size, there in zip((*self.dims, self.n_cols), self.mask_has, strict=True)]
             assert self.mask is not None
-            if self.mask == torch.bool:
-                mask = ~hidden
-            else:
-                mask = torch.where(hidden, float("-inf"), values).to(self.mask)
+            sizes = (*self.dims, self.n_cols)
+            shape = [size if there else 1 for size, there in zip(sizes, self.mask_has, strict=True)]
+            # Drawn in the order of the elements, so that padding changes no value.
+            values, hidden = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator) < 0.3
+            hidden.view(-1, shape[3])[1::3] = True
+            is_bool = self.mask == torch.bool
+            mask = ~hidden if is_bool else torch.where(hidden, float("-inf"), values).to(self.mask)
             extent = 1 + sum((n - 1) * s for n, s in zip(layout.sizes, layout.strides, strict=True))
             extent += (self.n_cols - 1) * layout.col_stride
-            storage = (
-                torch.zeros(extent, dtype=torch.bool)
-                if self.mask == torch.bool
-                else torch.full((extent,), float("nan"), dtype=self.mask)
-            )
-            storage.as_strided(full, (*layout.strides[1:], layout.col_stride)).copy_(mask.view(full))
+            storage = torch.full((extent,), False if is_bool else float("nan"), dtype=self.mask)
+            storage.as_strided(shape, (*layout.strides[1:], layout.col_stride)).copy_(mask)
             drawn["mask"] = storage
         return drawn
 
@@ -162,50 +154,35 @@ class Call(RowsCall):
         hidden = torch.arange(self.n_cols)[None, :] > query[:, None] + (self.n_cols - self.dims[2])
         return hidden if self.causal else torch.zeros_like(hidden)
 
+    def check_forward(self, outputs: Outputs) -> None:
+        """y and p within scorecard N1's bound and one rounding; exact zeros where dropped, hidden or masked."""
+        y, p = self.reference_forward()
+        hidden = self.hidden()
+        for name, actual in outputs.items():
+            expected = y if name == "y" else p
+            assert expected is not None
+            # Not looked at: NaN or 0, as the row is.
+            expected = expected.masked_fill(hidden, 0.0)
+            bits = actual.view({2: torch.int16, 4: torch.int32}[actual.itemsize])
+            assert not bits[hidden].any(), f"{self.name}: {name} is not +0 where causality hides"
+            rounding = 0.0 if actual.dtype == torch.float32 else torch.finfo(actual.dtype).eps / 2
+            self.assert_close(name, actual, expected, relative=rounding + 2e-6, absolute=1e-7)
+            if name == "y" and self.dropout_p > 0:
+                dropped = ~keep_mask(tuple(actual.shape), self.dropout_p, RNG)
+                assert not bits[dropped].any(), f"{self.name}: y is not +0 where dropped"
+            if name == "p":
+                visible = ~hidden & ~torch.isnan(expected)
+                same = torch.equal(torch.signbit(actual)[visible], torch.signbit(expected)[visible])
+                assert same, f"{self.name}: signs of p are not the dropout mask"
 
-def check_forward(call: Call, outputs: dict[str, Tensor]) -> None:
-    """y and p within scorecard N1's bound and one rounding; exact zeros where dropped, hidden or masked."""
-    y, p = call.reference_forward()
-    hidden = call.hidden()
-    for name, actual in outputs.items():
-        expected = y if name == "y" else p
-        assert expected is not None
-        # Not looked at: NaN or 0, as the row is.
-        expected = expected.masked_fill(hidden, 0.0)
-        bits = actual.view({2: torch.int16, 4: torch.int32}[actual.itemsize])
-        assert not bits[hidden].any(), f"{call.name}: {name} is not +0 where causality hides"
-        _assert_close(f"{call.name}: {name}", actual, expected, *_tolerance(actual.dtype))
-        if name == "y" and call.dropout_p > 0:
-            dropped = ~keep_mask(tuple(actual.shape), call.dropout_p, RNG)
-            assert not bits[dropped].any(), f"{call.name}: y is not +0 where dropped"
-        if name == "p":
-            visible = ~hidden & ~torch.isnan(expected)
-            assert torch.equal(torch.signbit(actual)[visible], torch.signbit(expected)[visible]), (
-                f"{call.name}: signs of p are not the dropout mask"
-            )
-
-
-def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    if dtype == torch.float32:
-        return 2e-6, 1e-7
-    return torch.finfo(dtype).eps / 2 + 2e-6, 1e-7
-
-
-def check_backward(call: Call, outputs: dict[str, Tensor]) -> None:
-    """Against float64: one rounding of the gradient's dtype, and float32 sums."""
-    expected = call.reference_backward()
-    assert set(expected) == set(outputs)
-    for name, actual in outputs.items():
-        terms = call.n_rows / actual.shape[0]
-        relative = torch.finfo(actual.dtype).eps
-        _assert_close(f"{call.name}: {name}", actual, expected[name], relative, 2e-6 * terms**0.5)
-
-
-def _assert_close(what: str, actual: Tensor, expected: Tensor, relative: float, absolute: float) -> None:
-    # Written so that a NaN fails where none is expected.
-    near = (actual.double() - expected).abs() <= relative * expected.abs() + absolute
-    wrong = ~(near | (torch.isnan(actual) & torch.isnan(expected)))
-    assert_none(wrong, what, actual, expected)
+    def check_backward(self, outputs: Outputs) -> None:
+        """Against float64: one rounding of the gradient's dtype, and float32 sums."""
+        expected = self.reference_backward()
+        assert set(expected) == set(outputs)
+        for name, actual in outputs.items():
+            terms = self.n_rows / actual.shape[0]
+            relative = torch.finfo(actual.dtype).eps
+            self.assert_close(name, actual, expected[name], relative, absolute=2e-6 * terms**0.5)
 
 
 def calls(dtype: torch.dtype, dims: tuple[int, int, int], n_cols: int, orders: tuple[int, ...] = ORDERS) -> list[Call]:

@@ -47,20 +47,17 @@ ISSUED, COPY_BYTES = 132 * 4 * 32 * 1.8e9, 4.3e12
 """An H200's: instructions of threads a second, and bytes of a copy."""
 
 
-class Taken(NamedTuple):
-    n_elements: int
-    case: Case
-    before: Case | None = None
-    """A case without these elements, to be taken away."""
-
-
 class Counted(NamedTuple):
+    family: str
     operator: str
     direction: str
     n_cols: int | None
     least_bytes: float
     """An element."""
-    taken: Taken
+    n_elements: int
+    case: Case
+    before: Case | None = None
+    """A case without these elements, to be taken away."""
 
 
 DTYPE = torch.bfloat16
@@ -100,10 +97,11 @@ def _row_norm_cases() -> Iterator[Counted]:
             given = {"parameter_dtype": DTYPE, "orders": (WARPS_FORWARD,), **fields}
             call = cudasim_row_norm.Call(name, n_rows, n_cols, (DTYPE, DTYPE), **given)
             few, half = (replace(call, n_rows=n_rows // part) for part in (8, 2))
-            forward = Taken(few.n_rows * n_cols, few.forward_case())
-            yield Counted(name, "forward", n_cols, DTYPE.itemsize * n_forward, forward)
-            backward = Taken(half.n_rows * n_cols, call.backward_case(), half.backward_case())
-            yield Counted(name, "backward", n_cols, DTYPE.itemsize * n_backward, backward)
+            least_bytes, numel = DTYPE.itemsize * n_forward, few.n_rows * n_cols
+            yield Counted("row_norm", name, "forward", n_cols, least_bytes, numel, few.forward_case())
+            least_bytes, numel = DTYPE.itemsize * n_backward, half.n_rows * n_cols
+            both = call.backward_case(), half.backward_case()
+            yield Counted("row_norm", name, "backward", n_cols, least_bytes, numel, *both)
 
 
 def _softmax_cases() -> Iterator[Counted]:
@@ -111,9 +109,9 @@ def _softmax_cases() -> Iterator[Counted]:
         for n_cols in WIDTHS.get(name, FEWER):
             given = {"store_p": "dropout_p" in fields, "orders": (WARPS_FORWARD,), **fields}
             call = cudasim_softmax.Call(name, (2, 1, max(2**17 // n_cols, 4)), n_cols, DTYPE, **given)
-            forward, backward = (Taken(call.n_rows * n_cols, c) for c in (call.forward_case(), call.backward_case()))
-            yield Counted(name, "forward", n_cols, DTYPE.itemsize * n_forward, forward)
-            yield Counted(name, "backward", n_cols, DTYPE.itemsize * n_backward, backward)
+            for case, n_tensors in ((call.forward_case(), n_forward), (call.backward_case(), n_backward)):
+                least_bytes, numel = DTYPE.itemsize * n_tensors, call.n_rows * n_cols
+                yield Counted("softmax", name, case.direction, n_cols, least_bytes, numel, case)
 
 
 def _adam_cases() -> Iterator[Counted]:
@@ -124,17 +122,13 @@ def _adam_cases() -> Iterator[Counted]:
         )
         whole, half = (Step([p], orders=(WARPS_FORWARD,), clips=False).case() for p in parameters)
         least_bytes = 3 * DTYPE.itemsize + 4 + 16 / 128 + 2 * residual_bytes
-        yield Counted(name, "step", None, least_bytes, Taken(numel, whole, half))
+        yield Counted("adam", name, "step", None, least_bytes, numel, whole, half)
 
 
 def cases() -> Iterator[Counted]:
     yield from _row_norm_cases()
     yield from _softmax_cases()
     yield from _adam_cases()
-
-
-def _family(operator: str) -> str:
-    return "adam" if operator in ADAM else "softmax" if operator in SOFTMAX else "row_norm"
 
 
 def _pipe(opcode: str) -> str:
@@ -151,14 +145,12 @@ def sector_shares(taken: dict[str, Any]) -> dict[str, float]:
 
 
 def count(counted: Counted, folder: Path, arch: int = ARCH) -> dict[str, Any]:
-    family = _family(counted.operator)
-    code = machine_code(family, DTYPE, arch)
-    n_elements, *found = counted.taken
-    taken = [code.run([case], folder)[1][0] for case in found if case is not None]
+    code = machine_code(counted.family, DTYPE, arch)
+    taken = [code.run([case], folder)[1][0] for case in (counted.case, counted.before) if case is not None]
 
     def per_element(value) -> float:
         difference = value(taken[0]) - (value(taken[1]) if len(taken) > 1 else 0)
-        return round(difference / n_elements, 3)
+        return round(difference / counted.n_elements, 3)
 
     def instructions(pipe: str):
         return lambda t: WARP * sum(n for opcode, n in t["instructions"].items() if pipe in ("", _pipe(opcode)))

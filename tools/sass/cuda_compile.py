@@ -6,7 +6,6 @@ sm_70 is compiled by NVRTC 12.9 (CUDA 13 dropped it), the others by nvcc where t
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
 import os
 import re
@@ -15,10 +14,11 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from .emulator import made_once
+from .emulator import EMULATOR, digest_of, made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
+SIMULATOR = ROOT / "tools" / "gpusim"
 BUILD = ROOT / "build" / "cuda_budgets"
 NVCC_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr")
 
@@ -73,19 +73,51 @@ def _package(name: str) -> Path | None:
     return None
 
 
-def nvcc_path() -> str | None:
+def _in_toolkit(path: str) -> Path | None:
     for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
-        if home and (Path(home) / "bin" / "nvcc").exists():
-            return str(Path(home) / "bin" / "nvcc")
-    return shutil.which("nvcc")
+        if home and (Path(home) / path).exists():
+            return Path(home) / path
+    return None
+
+
+def nvcc_path() -> str | None:
+    nvcc = _in_toolkit("bin/nvcc")
+    return shutil.which("nvcc") if nvcc is None else str(nvcc)
+
+
+def cuda_includes() -> list[Path] | None:
+    """Folders with the CUDA headers: of a toolkit, else of NVIDIA's pip packages; None where there are none."""
+    if header := _in_toolkit("include/cuda_bf16.h"):
+        return [header.parent]
+    packages = (_package(name) for name in ("cuda_runtime", "cuda_nvcc", "cuda_cccl"))
+    folders = [package / "include" for package in packages if package is not None]
+    return folders if any((folder / "cuda_bf16.h").exists() for folder in folders) else None
+
+
+def simulator_flags(csrc: Path = CSRC) -> list[str]:
+    """Of g++, for sources that include those of csrc/cuda as the simulator's C++."""
+    folders = cuda_includes()
+    assert folders is not None
+    flags = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-DONETRIP_CUDASIM"]
+    flags += [f"-I{folder}" for folder in (SIMULATOR, EMULATOR, csrc)]
+    return flags + [f"-isystem{folder}" for folder in folders]
 
 
 def nvrtc_available() -> bool:
     return all(_package(name) is not None for name in NVRTC_PACKAGES)
 
 
-def ptx_by_nvrtc(source: str, arch: int, folder: Path = CSRC / "cuda") -> str:
-    """folder: of what the source includes."""
+def _kernels_launched(family: str) -> list[str]:
+    """The kernels that the host code of FAMILY.cu launches, with their template arguments."""
+    source = CSRC / "cuda" / f"{family}.cu"
+    assembly = _output(["g++", *simulator_flags(), "-S", "-o", "-", "-x", "c++", str(source)])
+    kernels = re.findall(rf"^_ZN7onetrip\d+{family}_[a-z_]+_kernelI\w+(?=:)", assembly, re.M)
+    return re.findall(r"^void (.*?>)\(", _output(["c++filt", *kernels]), re.M)
+
+
+def ptx_by_nvrtc(family: str, arch: int) -> str:
+    """NVRTC compiles no host code: of FAMILY.cu the headers, and what it launches."""
+    source = "".join(re.findall(r'#include "\w+\.cuh"\n', (CSRC / "cuda" / f"{family}.cu").read_text()))
     nvrtc_package, *folders = (_package(name) for name in NVRTC_PACKAGES)
     assert nvrtc_package is not None
     # By its path: cuda-bindings would take the library of the CUDA that torch was built for, and 13 has no sm_70.
@@ -112,7 +144,9 @@ def ptx_by_nvrtc(source: str, arch: int, folder: Path = CSRC / "cuda") -> str:
     program = ctypes.c_void_p()
     headers, names = texts(cstdint, cmath), texts("cstdint", "cmath")
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels", 2, headers, names) == 0
-    options = [f"-arch=compute_{arch}", "-std=c++17", "-default-device", f"-I{folder}"]
+    for kernel in _kernels_launched(family):
+        assert nvrtc.nvrtcAddNameExpression(program, kernel.encode()) == 0
+    options = [f"-arch=compute_{arch}", "-std=c++17", "-default-device", f"-I{CSRC / 'cuda'}"]
     options += [f"-I{package / 'include'}" for package in folders if package is not None]
     status = nvrtc.nvrtcCompileProgram(program, len(options), texts(*options))
     assert status == 0, text_of("ProgramLog")
@@ -192,27 +226,26 @@ def has_nvcc(arch: int) -> bool:
 def compiled(family: str, arch: int, csrc: Path = CSRC, source: str | None = None) -> Compiled:
     """The kernels of FAMILY.cu, under build/ by the hash of the sources. source: what is compiled instead of all of
     them."""
-    source = source or f'#include "{family}.cu"\n'
-    digest = hashlib.sha256(f"{family} {arch} {nvcc_path()} {source}".encode())
-    for path in [Path(__file__), *sorted(csrc.rglob("*.cu*")), *sorted(csrc.rglob("*.h"))]:
-        digest.update(path.name.encode() + path.read_bytes())
+    settings = (family, str(arch), str(nvcc_path()), str(source))
+    digest = digest_of(settings, [Path(__file__), *csrc.rglob("*.cu*"), *csrc.rglob("*.h")])
 
     def make(folder: Path) -> None:
         folder.mkdir()
         files = _files(folder)
         if has_nvcc(arch):
-            (folder / "kernels.cu").write_text(source)
+            (folder / "kernels.cu").write_text(source or f'#include "{family}.cu"\n')
             front_end = [nvcc_path(), *NVCC_FLAGS, "-ptx", f"-I{csrc / 'cuda'}", f"-arch=sm_{arch}"]
             _output([*front_end, "-o", str(files.ptx), str(folder / "kernels.cu")])
             assembler = [nvcc_path(), "-cubin", "-Xptxas", "-v"]
         else:
-            files.ptx.write_text(ptx_by_nvrtc(source, arch, csrc / "cuda"))
+            assert csrc == CSRC and source is None
+            files.ptx.write_text(ptx_by_nvrtc(family, arch))
             assembler = [ptxas_path(), "-O3", "-v"]
         files.report.write_text(_output([*assembler, f"-arch=sm_{arch}", "-o", str(files.cubin), str(files.ptx)]))
         place = disassembler(arch)
         files.disassembly.write_text("" if place is None else _output([place, "-c", str(files.cubin)]))
 
-    return _files(made_once(BUILD / f"{family}-sm_{arch}-{digest.hexdigest()[:16]}", make))
+    return _files(made_once(BUILD / f"{family}-sm_{arch}-{digest}", make))
 
 
 def _files(folder: Path) -> Compiled:
@@ -266,9 +299,11 @@ def measure(family: str, arch: int) -> list[Kernel]:
 
 def missing_compiler(arch: int) -> str | None:
     """Why nothing can be compiled for this architecture, or None."""
-    if not nvrtc_available() and (arch == 70 or nvcc_path() is None):
+    if has_nvcc(arch):
+        return None
+    if not nvrtc_available():
         return "needs nvcc or NVIDIA's pip packages of the [test-cuda] extra"
-    return None
+    return "no g++" if shutil.which("g++") is None else None
 
 
 def print_table(arch: int, kernels: list[Kernel]) -> None:

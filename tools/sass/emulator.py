@@ -6,11 +6,19 @@ import fcntl
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 EMULATOR = Path(__file__).resolve().parent
 BUILD = EMULATOR.parents[1] / "build" / "cudasim"
+
+
+def digest_of(settings: Iterable[str], files: Iterable[Path] = ()) -> str:
+    """Of what a build depends on: settings, and names and contents of files."""
+    digest = hashlib.sha256("\0".join(settings).encode())
+    for path in sorted(files, key=lambda path: (path.name, path.parent.name)):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
@@ -43,8 +51,5 @@ def build_machine(kind: str, *flags: str) -> Path:
     its name; flags: what makes it that."""
     flags = ("-std=c++17", "-O3", "-fPIC", "-frounding-math", "-ffp-contract=off", *flags)
     sources = sorted(EMULATOR.glob("machine*.cpp"))
-    digest = hashlib.sha256(" ".join(flags).encode())
-    for path in [*sources, *sorted(EMULATOR.glob("machine*.h"))]:
-        digest.update(path.name.encode() + path.read_bytes())
-    target = BUILD / f"machine-{digest.hexdigest()[:16]}.{kind}"
-    return compiled_once(target, ["g++", *flags, *map(str, sources), "-o"])
+    digest = digest_of(flags, [*sources, *EMULATOR.glob("machine*.h")])
+    return compiled_once(BUILD / f"machine-{digest}.{kind}", ["g++", *flags, *map(str, sources), "-o"])

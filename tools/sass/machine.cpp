@@ -8,7 +8,6 @@
 #include <iterator>
 #include <random>
 #include <sstream>
-#include <unordered_set>
 
 #include "machine_state.h"
 
@@ -16,24 +15,19 @@ namespace machine {
 
 void Warp::block_lanes(uint32_t lanes, Wait why, uint32_t index) {
   blocked |= lanes;
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if (lanes >> lane & 1) wait[lane] = why, wait_index[lane] = index;
-  }
+  for (const unsigned lane : Lanes{lanes}) wait[lane] = why, wait_index[lane] = index;
 }
 
 // Lanes that wait for one another go on once all of them that have not ended
 // are there.
 void Warp::check_convergence() {
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((live >> lane & 1) == 0 || wait[lane] != Wait::kConvergence) continue;
-    const uint32_t set = sets[lane][wait_index[lane]] & live;
+  for (const unsigned lane : Lanes{live}) {
+    if (wait[lane] != Wait::kConvergence) continue;
+    const Lanes set{sets[lane][wait_index[lane]] & live};
     bool all = true;
-    for (unsigned other = 0; other < kLanes; ++other) {
-      if (set >> other & 1) all = all && wait[other] == Wait::kConvergence && pc[other] == pc[lane];
-    }
-    for (unsigned other = 0; all && other < kLanes; ++other) {
-      if (set >> other & 1) release(other);
-    }
+    for (const unsigned other : set) all = all && wait[other] == Wait::kConvergence && pc[other] == pc[lane];
+    if (!all) continue;
+    for (const unsigned other : set) release(other);
   }
 }
 
@@ -93,7 +87,6 @@ void Warp::account(const Instruction& instruction) {
   Counts& counts = running->counts;
   if (!global_accesses.empty()) {
     const bool stores = instruction.base[0] == 'S';
-    auto& seen = stores ? running->stored : running->loaded;
     uint64_t& n = stores ? counts.stored : counts.loaded;
     std::sort(global_accesses.begin(), global_accesses.end());
     if (global_accesses.front().second >= 8 && global_accesses.front() != global_accesses.back()) {
@@ -103,7 +96,7 @@ void Warp::account(const Instruction& instruction) {
     }
     uint64_t last = ~uint64_t{0};
     for (const auto& [address, bytes] : global_accesses) {
-      if (address / 32 != last) last = address / 32, ++n, seen.insert(last);
+      if (address / 32 != last) last = address / 32, ++n;
     }
     global_accesses.clear();
   }
@@ -116,8 +109,8 @@ bool Warp::step() {
   const uint32_t ready = live & ~blocked;
   if (ready == 0) return false;
   uint32_t at = ~0u, lanes = 0;
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((ready >> lane & 1) == 0 || pc[lane] > at) continue;
+  for (const unsigned lane : Lanes{ready}) {
+    if (pc[lane] > at) continue;
     lanes = pc[lane] < at ? 1u << lane : lanes | 1u << lane;
     at = pc[lane];
   }
@@ -125,8 +118,7 @@ bool Warp::step() {
   Instruction& instruction = running->code.instructions[at];
   ++instruction.count;
   uint32_t active = 0;
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes}) {
     ++pc[lane];
     if (!instruction.is_guarded || Thread{*this, lane}.p(instruction.guard)) active |= 1u << lane;
   }
@@ -135,8 +127,7 @@ bool Warp::step() {
     if (instruction.of_warp != nullptr) {
       instruction.of_warp(*this, instruction, active);
     } else if (instruction.of_thread != nullptr) {
-      for (unsigned lane = 0; lane < kLanes; ++lane) {
-        if ((active >> lane & 1) == 0) continue;
+      for (const unsigned lane : Lanes{active}) {
         Thread thread{*this, lane};
         instruction.of_thread(thread, instruction);
         if (instruction.is_uniform) break;
@@ -202,7 +193,6 @@ std::string json(const Counts& counts) {
     separator = ", ";
   }
   text << "}, \"loaded\": " << counts.loaded << ", \"stored\": " << counts.stored
-       << ", \"first_loaded\": " << counts.first_loaded << ", \"first_stored\": " << counts.first_stored
        << ", \"shared_cycles\": " << counts.shared_cycles << ", \"shared_least\": " << counts.shared_least
        << ", \"vectors\": {";
   separator = "";
@@ -347,13 +337,12 @@ size_t Program::static_shared(const std::string& kernel) const {
 void Program::run(const std::string& kernel, const Launch& launch, int order) {
   Code& code = impl_->code_of(kernel);
   const std::vector<uint8_t> constants = impl_->constants_of(launch);
-  std::unordered_set<uint64_t> loaded, stored;
   for (Instruction& instruction : code.instructions) instruction.count = 0;
   const unsigned threads = launch.block[0] * launch.block[1] * launch.block[2];
   std::mt19937 random(1);
   const uint64_t n_blocks = uint64_t{launch.grid[0]} * launch.grid[1] * launch.grid[2];
   for (uint64_t first = 0; first < n_blocks; first += launch.cluster) {
-    Running running{launch, impl_->layout, code, counts, constants, impl_->addresses, {}, {}, loaded, stored};
+    Running running{launch, impl_->layout, code, counts, constants, impl_->addresses, {}, {}};
     for (unsigned rank = 0; rank < launch.cluster; ++rank) {
       const uint64_t index = first + rank;
       Block& block = running.blocks.emplace_back();
@@ -373,7 +362,6 @@ void Program::run(const std::string& kernel, const Launch& launch, int order) {
   for (const Instruction& instruction : code.instructions) {
     if (instruction.count != 0) counts.instructions[instruction.opcode] += instruction.count;
   }
-  counts.first_loaded += loaded.size(), counts.first_stored += stored.size();
 }
 
 }  // namespace machine

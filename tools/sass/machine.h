@@ -35,8 +35,7 @@ struct Vectors {
 // What one or several launches took.
 struct Counts {
   std::map<std::string, uint64_t> instructions;  // by opcode: executed, of warps
-  // 32-byte sectors of global memory: of each warp's accesses, and different ones of a launch
-  uint64_t loaded = 0, stored = 0, first_loaded = 0, first_stored = 0;
+  uint64_t loaded = 0, stored = 0;               // 32-byte sectors of global memory, of each warp's accesses
   std::map<std::string, Vectors> vectors;  // of 8 bytes a lane or more, of several addresses: loads, stores, copies
   uint64_t shared_cycles = 0, shared_least = 0;  // of warps' accesses to shared memory, with and without bank conflicts
 };

@@ -2,6 +2,7 @@
 // -frounding-math.
 #include <algorithm>
 #include <cfenv>
+#include <functional>
 #include <limits>
 
 #include "machine_instructions.h"
@@ -52,7 +53,11 @@ void set_compared(Thread& t, const Instruction& i, bool result) {
 }
 
 float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-float flushed_if(bool ftz, float x) { return ftz ? flushed(x) : x; }
+// Of an instruction on float32: an operand, and the result, to be set.
+float float_operand(const Thread& t, const Instruction& i, size_t k) {
+  return i.is(kFTZ) ? flushed(t.f(i[k])) : t.f(i[k]);
+}
+void set_float(Thread& t, const Instruction& i, float result) { t.set(i[0], i.is(kFTZ) ? flushed(result) : result); }
 
 class Rounding {
  public:
@@ -80,7 +85,6 @@ float from_f16(uint32_t bits) {
   return static_cast<float>(half);
 }
 
-// Two sums of two halves each, rounded once: a float's 24 bits are more than twice a half's, and two more.
 // The half that begins at bit `shift` of a register with two of them; .H0_H0 and .H1_H1 are one half twice.
 float half(const Thread& t, const Instruction& i, const Operand& o, int shift) {
   if (o.kind != Operand::kRegister || o.absolute || (o.is_part() && o.n_bits != 16)) fail("a pair of halves");
@@ -91,18 +95,19 @@ float half(const Thread& t, const Instruction& i, const Operand& o, int shift) {
   return o.negative ? -value : value;
 }
 
-uint32_t sums_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
+// operation(a, b) of two pairs of halves, rounded once: a float's 24 bits are more than twice a half's, and two more.
+// (A subnormal product of bfloat16 is rounded twice.)
+template <typename Operation>
+uint32_t of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b, Operation operation) {
   const auto convert = i.is(kBF16_V2) ? bf16_of : f16_of;
-  const auto sum = [&](int shift) { return convert(half(t, i, a, shift) + half(t, i, b, shift)); };
-  return sum(16) << 16 | sum(0);
+  const auto result = [&](int shift) { return convert(operation(half(t, i, a, shift), half(t, i, b, shift))); };
+  return result(16) << 16 | result(0);
 }
-
-// Two products of two halves each, rounded once: one has at most 22 bits. (A subnormal one of bfloat16 is rounded
-// twice.)
+uint32_t sums_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
+  return of_halves(t, i, a, b, std::plus<>{});
+}
 uint32_t products_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
-  const auto convert = i.is(kBF16_V2) ? bf16_of : f16_of;
-  const auto product = [&](int shift) { return convert(half(t, i, a, shift) * half(t, i, b, shift)); };
-  return product(16) << 16 | product(0);
+  return of_halves(t, i, a, b, std::multiplies<>{});
 }
 
 // Two predicates: of the low halves and of the high ones.
@@ -276,7 +281,7 @@ void pack_predicates(Thread& t, const Instruction& i, uint32_t predicates) {
 }
 
 void float_extreme(Thread& t, const Instruction& i) {
-  float a = flushed_if(i.is(kFTZ), t.f(i[1])), b = flushed_if(i.is(kFTZ), t.f(i[2]));
+  float a = float_operand(t, i, 1), b = float_operand(t, i, 2);
   const bool least = t.p(i[3]), has_nan = a != a || b != b;
   if (a != a) a = b;
   if (b != b) b = a;
@@ -321,67 +326,58 @@ void add_arithmetic(Handlers& table) {
   static const char* const kCompare = "LT EQ LE GT NE GE LTU EQU LEU GTU NEU GEU NUM NAN AND OR XOR FTZ";
   // clang-format off
   const Handlers rows = {
-      {"IADD3", {"X", add, nullptr}},
-      {"IMAD", {"MOV IADD SHL U32 WIDE HI X", multiply_add, nullptr}},
-      {"LEA", {"HI X SX32", scaled_add, nullptr}},
-      {"SHF", {"L R W U32 S32 U64 S64 HI", shift, nullptr}},
-      {"LOP3", {"LUT", logic, nullptr}},
-      {"PLOP3", {"LUT", predicate_logic, nullptr}},
-      {"ISETP", {"LT EQ LE GT NE GE U32 EX AND OR XOR", compare_integers, nullptr}},
-      {"IDP", {"4A 2A LO HI U8 U16", dot_product, nullptr}},
-      {"PRMT", {"", permute, nullptr}},
-      {"SEL", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[t.p(i[3]) ? 1 : 2])); }, nullptr}},
-      {"IABS", {"", [](T& t, const I& i) {
-         t.set(i[0], static_cast<uint32_t>(std::abs(int64_t{t.s(i[1])})));
-       }, nullptr}},
-      {"VIADD", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[1]) + t.u(i[2])); }, nullptr}},
-      {"VIMNMX", {"U32", integer_extreme, nullptr}},
-      {"IMNMX", {"U32", integer_extreme, nullptr}},  // its name before sm_90
+      {"IADD3", {"X", add}},
+      {"IMAD", {"MOV IADD SHL U32 WIDE HI X", multiply_add}},
+      {"LEA", {"HI X SX32", scaled_add}},
+      {"SHF", {"L R W U32 S32 U64 S64 HI", shift}},
+      {"LOP3", {"LUT", logic}},
+      {"PLOP3", {"LUT", predicate_logic}},
+      {"ISETP", {"LT EQ LE GT NE GE U32 EX AND OR XOR", compare_integers}},
+      {"IDP", {"4A 2A LO HI U8 U16", dot_product}},
+      {"PRMT", {"", permute}},
+      {"SEL", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[t.p(i[3]) ? 1 : 2])); }}},
+      {"IABS", {"", [](T& t, const I& i) { t.set(i[0], static_cast<uint32_t>(std::abs(int64_t{t.s(i[1])}))); }}},
+      {"VIADD", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[1]) + t.u(i[2])); }}},
+      {"VIMNMX", {"U32", integer_extreme}},
+      {"IMNMX", {"U32", integer_extreme}},  // its name before sm_90
       {"VIADDMNMX", {"U32", [](T& t, const I& i) {
          t.set(i[0], extreme(!i.is(kU32), t.p(i[4]), t.u(i[1]) + t.u(i[2]), t.u(i[3])));
-       }, nullptr}},
+       }}},
       {"VIMNMX3", {"U32", [](T& t, const I& i) {
          const bool is_signed = !i.is(kU32), least = t.p(i[4]);
          t.set(i[0], extreme(is_signed, least, extreme(is_signed, least, t.u(i[1]), t.u(i[2])), t.u(i[3])));
-       }, nullptr}},
+       }}},
       {"SGXT", {"U32", [](T& t, const I& i) {  // the low bits, extended
          const uint32_t n = t.u(i[2]);
          if (n == 0 || n > 31) fail("a field of so many bits");
          const uint32_t field = t.u(i[1]) << (32 - n);
          t.set(i[0], i.is(kU32) ? field >> (32 - n) : static_cast<uint32_t>(static_cast<int32_t>(field) >> (32 - n)));
-       }, nullptr}},
-      {"P2R", {"", [](T& t, const I& i) { pack_predicates(t, i, t.warp.p[t.lane]); }, nullptr}},
-      {"UP2UR", {"", [](T& t, const I& i) { pack_predicates(t, i, t.warp.up); }, nullptr}},
+       }}},
+      {"P2R", {"", [](T& t, const I& i) { pack_predicates(t, i, t.warp.p[t.lane]); }}},
+      {"UP2UR", {"", [](T& t, const I& i) { pack_predicates(t, i, t.warp.up); }}},
       {"R2P", {"", [](T& t, const I& i) {
          const uint32_t mask = t.u(i[2]) & 0x7F;
          t.warp.p[t.lane] = static_cast<uint8_t>((t.warp.p[t.lane] & ~mask) | (t.u(i[1]) & mask));
-       }, nullptr}},
+       }}},
 
-      {"FADD", {"FTZ", [](T& t, const I& i) {
-         const bool ftz = i.is(kFTZ);
-         t.set(i[0], flushed_if(ftz, flushed_if(ftz, t.f(i[1])) + flushed_if(ftz, t.f(i[2]))));
-       }, nullptr}},
-      {"FMUL", {"FTZ", [](T& t, const I& i) {
-         const bool ftz = i.is(kFTZ);
-         t.set(i[0], flushed_if(ftz, flushed_if(ftz, t.f(i[1])) * flushed_if(ftz, t.f(i[2]))));
-       }, nullptr}},
+      {"FADD", {"FTZ", [](T& t, const I& i) { set_float(t, i, float_operand(t, i, 1) + float_operand(t, i, 2)); }}},
+      {"FMUL", {"FTZ", [](T& t, const I& i) { set_float(t, i, float_operand(t, i, 1) * float_operand(t, i, 2)); }}},
       {"FFMA", {"FTZ RM RP RZ", [](T& t, const I& i) {
          const Rounding rounding(i);
-         const auto in = [&](size_t k) { return flushed_if(i.is(kFTZ), t.f(i[k])); };
-         t.set(i[0], flushed_if(i.is(kFTZ), std::fma(in(1), in(2), in(3))));
-       }, nullptr}},
+         set_float(t, i, std::fma(float_operand(t, i, 1), float_operand(t, i, 2), float_operand(t, i, 3)));
+       }}},
       {"FSETP", {kCompare, [](T& t, const I& i) {
-         set_compared(t, i, compares(i, flushed_if(i.is(kFTZ), t.f(i[2])), flushed_if(i.is(kFTZ), t.f(i[3]))));
-       }, nullptr}},
-      {"HSETP2", {"BF16_V2 LT EQ LE GT NE GE LTU EQU LEU GTU NEU GEU AND", compare_halves, nullptr}},
+         set_compared(t, i, compares(i, float_operand(t, i, 2), float_operand(t, i, 3)));
+       }}},
+      {"HSETP2", {"BF16_V2 LT EQ LE GT NE GE LTU EQU LEU GTU NEU GEU AND", compare_halves}},
       {"FSEL", {"", [](T& t, const I& i) {  // a NaN stays as it is
          const float value = t.f(i[t.p(i[3]) ? 1 : 2]);
          uint32_t bits = 0;
          std::memcpy(&bits, &value, 4);
          t.set(i[0], bits);
-       }, nullptr}},
-      {"FMNMX", {"FTZ NAN XORSIGN", float_extreme, nullptr}},
-      {"FCHK", {"", [](T& t, const I& i) { t.set_p(i[0], needs_care(t.f(i[1]), t.f(i[2]))); }, nullptr}},
+       }}},
+      {"FMNMX", {"FTZ NAN XORSIGN", float_extreme}},
+      {"FCHK", {"", [](T& t, const I& i) { t.set_p(i[0], needs_care(t.f(i[1]), t.f(i[2]))); }}},
       {"MUFU", {"EX2 LG2 RCP RSQ SQRT RCP64H RSQ64H", [](T& t, const I& i) {
          if (!i.is(kRCP64H) && !i.is(kRSQ64H)) return t.set(i[0], approximate(i, t.f(i[1])));
          const uint64_t bits = uint64_t{t.u(i[1])} << 32;  // of the high word, the high word
@@ -391,19 +387,19 @@ void add_arithmetic(Handlers& table) {
          uint64_t result = 0;
          std::memcpy(&result, &value, 8);
          t.set(i[0], static_cast<uint32_t>(result >> 32));
-       }, nullptr}},
+       }}},
       {"F2FP", {"BF16 F16 F32 PACK_AB", [](T& t, const I& i) {
          const auto convert = i.is(kBF16) ? bf16_of : f16_of;
          t.set(i[0], convert(t.f(i[1])) << 16 | convert(t.f(i[2])));
-       }, nullptr}},
+       }}},
       {"HADD2", {"F32 BF16_V2", [](T& t, const I& i) {  // a half, unpacked: -0 is added, behind it before sm_80
          if (!i.is(kF32)) return t.set(i[0], sums_of_halves(t, i, i[1], i[2]));
          const auto is_none = [](const Operand& o) { return o.index == kZero && o.negative; };
          const Operand& half = i[is_none(i[1]) ? 2 : 1];
          if (!(is_none(i[1]) || is_none(i[2])) || half.kind != Operand::kRegister) fail("a sum of halves");
          t.set(i[0], Thread::with_signs(half, from_f16(t.plain(half))));
-       }, nullptr}},
-      {"HMUL2", {"BF16_V2", [](T& t, const I& i) { t.set(i[0], products_of_halves(t, i, i[1], i[2])); }, nullptr}},
+       }}},
+      {"HMUL2", {"BF16_V2", [](T& t, const I& i) { t.set(i[0], products_of_halves(t, i, i[1], i[2])); }}},
       {"HFMA2", {"MMA BF16_V2", [](T& t, const I& i) {  // two halves: as a constant, magnitudes, sums, products
          if (i[2].kind == Operand::kNumber) {
            if (i[2].number != 1 || i[3].number != 1) fail("products of halves");
@@ -418,10 +414,10 @@ void add_arithmetic(Handlers& table) {
            return t.set(i[0], magnitude(t.plain(i[3]) >> 16) << 16 | magnitude(t.plain(i[3])));
          }
          t.set(i[0], f16_of(t.f(i[3])) << 16 | f16_of(t.f(i[4])));
-       }, nullptr}},
+       }}},
       {"I2FP", {"F32 S32 U32", [](T& t, const I& i) {
          t.set(i[0], i.is(kU32) ? static_cast<float>(t.u(i[1])) : static_cast<float>(t.s(i[1])));
-       }, nullptr}},
+       }}},
       {"I2F", {"RP RM RZ U32 S32 U64 S64 F64", [](T& t, const I& i) {
          const Rounding rounding(i);
          const bool wide = i.is(kU64) || i.is(kS64);
@@ -433,37 +429,37 @@ void add_arithmetic(Handlers& table) {
          };
          if (i.is(kF64)) return t.set(i[0], convert(0.0));
          t.set(i[0], convert(0.0f));
-       }, nullptr}},
+       }}},
       {"F2I", {"FTZ U32 S32 U64 S64 TRUNC FLOOR CEIL NTZ", [](T& t, const I& i) {
-         const float x = rounded(i, flushed_if(i.is(kFTZ), t.f(i[1])));
+         const float x = rounded(i, float_operand(t, i, 1));
          if (i.is(kU64)) return t.set64(i[0], saturated<uint64_t>(x));
          if (i.is(kS64)) return t.set64(i[0], static_cast<uint64_t>(saturated<int64_t>(x)));
          t.set(i[0], i.is(kU32) ? saturated<uint32_t>(x) : static_cast<uint32_t>(saturated<int32_t>(x)));
-       }, nullptr}},
+       }}},
       {"F2F", {"F32 F64 BF16 F16", [](T& t, const I& i) {
          if (i.opcode == "F2F.F64.F32") return t.set(i[0], static_cast<double>(t.f(i[1])));
          if (i.opcode == "F2F.F32.F64") return t.set(i[0], static_cast<float>(t.d(i[1])));
          const bool is_bf16 = i.opcode == "F2F.BF16.F32";
          if (!is_bf16 && i.opcode != "F2F.F16.F32") fail("a conversion");
          t.set(i[0], (is_bf16 ? bf16_of : f16_of)(t.f(i[1])) | 0xFFFF0000);  // the upper half: unknown
-       }, nullptr}},
+       }}},
       {"FRND", {"F64 TRUNC FLOOR CEIL", [](T& t, const I& i) {
          if (i.is(kF64)) return t.set(i[0], rounded(i, t.d(i[1])));
          t.set(i[0], rounded(i, t.f(i[1])));
-       }, nullptr}},
+       }}},
       {"DADD", {"RM RP RZ", [](T& t, const I& i) {
          const Rounding rounding(i);
          t.set(i[0], t.d(i[1]) + t.d(i[2]));
-       }, nullptr}},
+       }}},
       {"DMUL", {"RM RP RZ", [](T& t, const I& i) {
          const Rounding rounding(i);
          t.set(i[0], t.d(i[1]) * t.d(i[2]));
-       }, nullptr}},
+       }}},
       {"DFMA", {"RM RP RZ", [](T& t, const I& i) {
          const Rounding rounding(i);
          t.set(i[0], std::fma(t.d(i[1]), t.d(i[2]), t.d(i[3])));
-       }, nullptr}},
-      {"DSETP", {kCompare, [](T& t, const I& i) { set_compared(t, i, compares(i, t.d(i[2]), t.d(i[3]))); }, nullptr}},
+       }}},
+      {"DSETP", {kCompare, [](T& t, const I& i) { set_compared(t, i, compares(i, t.d(i[2]), t.d(i[3]))); }}},
   };
   // clang-format on
   table.insert(rows.begin(), rows.end());

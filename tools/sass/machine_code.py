@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tools.gpusim import harness
-from tools.gpusim.harness import TYPES, Case, assert_same_bits, build, type_list
+from tools.gpusim.harness import TYPES, Case, Outputs, assert_same_outputs, build, type_list
 from tools.sass import cuda_compile
 
 WARPS_FORWARD, WARPS_REVERSE, WARPS_RANDOM = 10, 11, 12
@@ -54,7 +53,7 @@ class MachineCode:
 
     def run(
         self, cases: Sequence[Case], folder: Path, error_ulps: int = 0
-    ) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
+    ) -> tuple[list[Outputs], list[dict[str, Any]]]:
         """(The outputs of each case, what each run of machine code took: machine.h's Counts). error_ulps: by which
         every result of the unit that approximates (MUFU) is moved."""
         counts = folder / "counts.jsonl"
@@ -63,13 +62,12 @@ class MachineCode:
         outputs = harness.run(self.driver, launched, folder, prelude)
         return outputs, [json.loads(line) for line in counts.read_text().splitlines()]
 
-    def outputs(self, cases: Sequence[Case], folder: Path) -> list[dict[str, Tensor]]:
+    def outputs(self, cases: Sequence[Case], folder: Path) -> list[Outputs]:
         """What the machine code makes of the cases: the same bits as their source, but that a NaN may be another."""
         both = [replace(case, orders=orders) for case in cases for orders in ((0,), (WARPS_FORWARD, WARPS_RANDOM))]
         found, _ = self.run(both, folder)
         for case, of_source, of_machine in zip(cases, found[::2], found[1::2], strict=True):
-            for name, tensor in of_machine.items():
-                assert_same_bits(f"{case.direction}: {name}", tensor, of_source[name])
+            assert_same_outputs(case.direction, of_machine, of_source)
         return found[1::2]
 
 
@@ -86,15 +84,14 @@ def machine_code(
     dtype: torch.dtype,
     arch: int = 90,
     csrc: Path | None = None,
-    source: str | None = None,
     z_dtype: torch.dtype | None = None,
 ) -> MachineCode:
-    """The kernels of a family, and the driver that runs those of the dtype. csrc: of kernels with a bug; the driver is
-    that of the right sources. Of these kernels the source is compiled, or those of the dtype alone."""
+    """The kernels of a family, and the driver that runs those of the dtype. csrc: of kernels with a bug, which are
+    compiled for the dtype alone; the driver is that of the right sources."""
     types = compiled_together(family, dtype, z_dtype)
     if csrc is None:
         kernels = cuda_compile.compiled(family, arch)
     else:
         of_dtype = f'#define {TYPES[family]}(F) {type_list(types)}\n#include "{family}.cu"\n'
-        kernels = cuda_compile.compiled(family, arch, csrc, source or of_dtype)
+        kernels = cuda_compile.compiled(family, arch, csrc, of_dtype)
     return MachineCode(arch, build(family, types), kernels)

@@ -54,8 +54,7 @@ void agreed(Warp& warp, const Instruction& i, uint32_t lanes) {
   Thread t{warp, first};
   of_thread(t, i);
   const uint32_t value = t.u(i[0]);
-  for (unsigned lane = first + 1; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes & ~(1u << first)}) {
     Thread other{warp, lane};
     of_thread(other, i);
     if (other.u(i[0]) != value) fail("a uniform register for what differs between threads");
@@ -67,8 +66,7 @@ void move(Thread& t, const Instruction& i) { t.set(i[0], t.u(i[1])); }
 void shuffle(Warp& warp, const Instruction& i, uint32_t lanes) {
   uint32_t values[kLanes];
   for (unsigned lane = 0; lane < kLanes; ++lane) values[lane] = Thread{warp, lane}.u(i[2]);
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes}) {
     Thread t{warp, lane};
     const uint32_t b = t.u(i[3]), c = t.u(i[4]), segment = c >> 8 & 31, clamp = c & 31;
     const uint32_t last = (lane & segment) | (clamp & ~segment);
@@ -87,12 +85,11 @@ void vote(Warp& warp, const Instruction& i, uint32_t lanes) {
   // A vote on what is true asks which lanes are there.
   if (i.operands.back().index != kTrue && lanes != warp.live) fail("a warp operation by lanes that are apart");
   uint32_t ballot = 0;
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) != 0 && Thread{warp, lane}.p(i.operands.back())) ballot |= 1u << lane;
+  for (const unsigned lane : Lanes{lanes}) {
+    if (Thread{warp, lane}.p(i.operands.back())) ballot |= 1u << lane;
   }
   const bool result = i.is(kANY) ? ballot != 0 : i.is(kALL) ? ballot == lanes : (ballot == lanes || ballot == 0);
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes}) {
     Thread t{warp, lane};
     for (size_t k = 0; k + 1 < i.operands.size(); ++k) {
       if (is_predicate(i[k])) {
@@ -110,8 +107,7 @@ void reduce(Warp& warp, const Instruction& i, uint32_t lanes) {
   if (!i.is(kOR) && !i.is(kAND) && !i.is(kXOR) && !i.is(kSUM) && !i.is(kMIN) && !i.is(kMAX)) fail("a reduction");
   const unsigned first = static_cast<unsigned>(__builtin_ctz(lanes));
   uint32_t result = Thread{warp, first}.u(i[1]);
-  for (unsigned lane = first + 1; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0) continue;
+  for (const unsigned lane : Lanes{lanes & ~(1u << first)}) {
     const uint32_t value = Thread{warp, lane}.u(i[1]);
     result = i.is(kOR)    ? result | value
              : i.is(kAND) ? result & value
@@ -143,11 +139,10 @@ void branch_if_divergent(Warp& warp, const Instruction& i, uint32_t lanes) {
 // By all lanes that are here, or by none.
 void branch_together(Warp& warp, const Instruction& i, uint32_t lanes) {
   const uint32_t next = warp.pc[__builtin_ctz(lanes)];
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) == 0 && (warp.live & ~warp.blocked) >> lane & 1 && warp.pc[lane] == next)
-      fail("a branch of all lanes by some");
-    if (lanes >> lane & 1) Thread{warp, lane}.jump(i.target);
+  for (const unsigned lane : Lanes{warp.live & ~warp.blocked & ~lanes}) {
+    if (warp.pc[lane] == next) fail("a branch of all lanes by some");
   }
+  for (const unsigned lane : Lanes{lanes}) Thread{warp, lane}.jump(i.target);
 }
 
 // Named by a number, or by a register that has the threads that it waits for
@@ -164,16 +159,13 @@ void block_barrier(Warp& warp, const Instruction& i, uint32_t lanes) {
 }
 
 void cluster_arrive(Warp& warp, const Instruction&, uint32_t lanes) {
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if (lanes >> lane & 1) warp.arrived_in[lane] = warp.running->cluster_phase;
-  }
+  for (const unsigned lane : Lanes{lanes}) warp.arrived_in[lane] = warp.running->cluster_phase;
   warp.running->cluster_arrived += static_cast<unsigned>(__builtin_popcount(lanes));
   warp.running->check_cluster_barrier();
 }
 void cluster_wait(Warp& warp, const Instruction&, uint32_t lanes) {
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((lanes >> lane & 1) != 0 && warp.arrived_in[lane] == warp.running->cluster_phase)
-      warp.block_lanes(1u << lane, Wait::kCluster, 0);
+  for (const unsigned lane : Lanes{lanes}) {
+    if (warp.arrived_in[lane] == warp.running->cluster_phase) warp.block_lanes(1u << lane, Wait::kCluster, 0);
   }
 }
 
@@ -302,45 +294,36 @@ void add_control_and_memory(Handlers& table) {
   static const char* const kMemory = "E EF U8 S8 U16 S16 64 128 CONSTANT SYS U";  // U: of all loads of sm_75 alike
   // clang-format off
   const Handlers rows = {
-      {"NOP", {"", ignored, nullptr}},
-      {"YIELD", {"", ignored, nullptr}},
-      {"PREEXIT", {"", ignored, nullptr}},  // kernels run one after the other
-      {"ACQBULK", {"", ignored, nullptr}},
-      {"CCTL", {"IVALL", ignored, nullptr}},
-      {"FENCE", {"VIEW ASYNC S", ignored, nullptr}},
-      {"EXIT", {"", nullptr, leave}},
-      {"BRA", {"DIV U", branch, nullptr}},
-      {"BRX", {"", jump_by, nullptr}},
-      {"BRXU", {"", jump_by, nullptr}},
-      {"CALL", {"REL NOINC", [](T& t, const I& i) { t.jump(i.target); }, nullptr}},
-      {"RET", {"REL NODEC", [](T& t, const I& i) {
-         t.jump(static_cast<int>(t.u(i[0]) / kInstructionBytes));
-       }, nullptr}},
-      {"BSSY", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
-         for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if (lanes >> lane & 1) w.sets[lane][convergence_barrier(i)] = lanes;
-         }
+      {"NOP", {"", ignored}},
+      {"YIELD", {"", ignored}},
+      {"PREEXIT", {"", ignored}},  // kernels run one after the other
+      {"ACQBULK", {"", ignored}},
+      {"CCTL", {"IVALL", ignored}},
+      {"FENCE", {"VIEW ASYNC S", ignored}},
+      {"EXIT", {"", leave}},
+      {"BRA", {"DIV U", branch}},
+      {"BRX", {"", jump_by}},
+      {"BRXU", {"", jump_by}},
+      {"CALL", {"REL NOINC", [](T& t, const I& i) { t.jump(i.target); }}},
+      {"RET", {"REL NODEC", [](T& t, const I& i) { t.jump(static_cast<int>(t.u(i[0]) / kInstructionBytes)); }}},
+      {"BSSY", {"", [](Warp& w, const I& i, uint32_t lanes) {
+         for (const unsigned lane : Lanes{lanes}) w.sets[lane][convergence_barrier(i)] = lanes;
        }}},
-      {"BSYNC", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
+      {"BSYNC", {"", [](Warp& w, const I& i, uint32_t lanes) {
          w.block_lanes(lanes, Wait::kConvergence, convergence_barrier(i));
          w.check_convergence();
        }}},
-      {"BREAK", {"", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
+      {"BREAK", {"", [](Warp& w, const I& i, uint32_t lanes) {
          const unsigned index = convergence_barrier(i);
-         for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if (w.sets[lane][index] & lanes) w.sets[lane][index] &= ~lanes;
-         }
+         for (auto& sets : w.sets) sets[index] &= ~lanes;
          w.check_convergence();
        }}},
-      {"BMOV", {"32 CLEAR", nullptr, [](Warp& w, const I& i, uint32_t lanes) {  // taken from the barrier, and dropped
+      {"BMOV", {"32 CLEAR", [](Warp& w, const I& i, uint32_t lanes) {  // taken from the barrier, and dropped
          if (!i.is(k32) || !i.is(kCLEAR) || i[0].index != kZero) fail("a barrier of convergence as a number");
-         for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if (lanes >> lane & 1) w.sets[lane][convergence_barrier(i, 1)] = 0;
-         }
+         for (const unsigned lane : Lanes{lanes}) w.sets[lane][convergence_barrier(i, 1)] = 0;
        }}},
-      {"WARPSYNC", {"ALL", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
-         for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if ((lanes >> lane & 1) == 0) continue;
+      {"WARPSYNC", {"ALL", [](Warp& w, const I& i, uint32_t lanes) {
+         for (const unsigned lane : Lanes{lanes}) {
            const uint32_t all = i.is(kALL) ? ~0u : Thread{w, lane}.u(i[0]);
            if ((all >> lane & 1) == 0) fail("a lane that does not wait for itself");
            w.sets[lane][kConvergenceBarriers] = all;
@@ -348,53 +331,53 @@ void add_control_and_memory(Handlers& table) {
          w.block_lanes(lanes, Wait::kConvergence, kConvergenceBarriers);
          w.check_convergence();
        }}},
-      {"BAR", {"SYNC DEFER_BLOCKING", nullptr, block_barrier}},
-      {"UCGABAR_ARV", {"", nullptr, cluster_arrive}},
-      {"UCGABAR_WAIT", {"", nullptr, cluster_wait}},
-      {"SYNCS", {"EXCH ARRIVE PHASECHK TRANS64 TRYWAIT 64", byte_barriers, nullptr}},
-      {"STAS", {"64", store_remote, nullptr}},
-      {"LDGSTS", {"E BYPASS 64 128", copy_async, nullptr}},
-      {"LDGDEPBAR", {"", commit_copies, nullptr}},
-      {"DEPBAR", {"LE", wait_for_copies, nullptr}},
-      {"SHFL", {"BFLY IDX UP DOWN", nullptr, shuffle}},
-      {"REDUX", {"OR AND XOR SUM MIN MAX S32", nullptr, reduce}},
-      {"LDSM", {"16 M88 MT88 2 4", nullptr, move_matrices<false>}},
-      {"STSM", {"16 M88 MT88 2 4", nullptr, move_matrices<true>}},
-      {"VOTE", {"ANY ALL", nullptr, vote}},
-      {"VOTEU", {"ANY ALL", nullptr, vote}},
+      {"BAR", {"SYNC DEFER_BLOCKING", block_barrier}},
+      {"UCGABAR_ARV", {"", cluster_arrive}},
+      {"UCGABAR_WAIT", {"", cluster_wait}},
+      {"SYNCS", {"EXCH ARRIVE PHASECHK TRANS64 TRYWAIT 64", byte_barriers}},
+      {"STAS", {"64", store_remote}},
+      {"LDGSTS", {"E BYPASS 64 128", copy_async}},
+      {"LDGDEPBAR", {"", commit_copies}},
+      {"DEPBAR", {"LE", wait_for_copies}},
+      {"SHFL", {"BFLY IDX UP DOWN", shuffle}},
+      {"REDUX", {"OR AND XOR SUM MIN MAX S32", reduce}},
+      {"LDSM", {"16 M88 MT88 2 4", move_matrices<false>}},
+      {"STSM", {"16 M88 MT88 2 4", move_matrices<true>}},
+      {"VOTE", {"ANY ALL", vote}},
+      {"VOTEU", {"ANY ALL", vote}},
 
-      {"S2R", {"", special_register, nullptr}},
-      {"S2UR", {"", nullptr, agreed<special_register>}},
+      {"S2R", {"", special_register}},
+      {"S2UR", {"", agreed<special_register>}},
       {"CS2R", {"", [](T& t, const I& i) {
          if (i[1].name != "SRZ") fail("register " + i[1].name);
          t.set64(i[0], 0);
-       }, nullptr}},
-      {"R2UR", {"", nullptr, agreed<move>}},
-      {"MOV", {"", move, nullptr}},
+       }}},
+      {"R2UR", {"", agreed<move>}},
+      {"MOV", {"", move}},
       {"LDC", {"U8 S8 U16 S16 64", [](T& t, const I& i) {
          uint8_t bytes[16] = {};
          const uint64_t value = t.constant(i[1], size_of(i));
          std::memcpy(bytes, &value, 8);
          load(t, i, i[0], bytes);
-       }, nullptr}},
-      {"LDG", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }, nullptr}},
-      {"LD", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }, nullptr}},
-      {"STG", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.global(t.address(i[0]), size_of(i))); }, nullptr}},
-      {"ST", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.global(t.address(i[0]), size_of(i))); }, nullptr}},
+       }}},
+      {"LDG", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }}},
+      {"LD", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }}},
+      {"STG", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.global(t.address(i[0]), size_of(i))); }}},
+      {"ST", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.global(t.address(i[0]), size_of(i))); }}},
       {"LDS", {kMemory, [](T& t, const I& i) {
          const auto at = static_cast<uint32_t>(t.address(i[1]));
          t.warp.shared_accesses.emplace_back(at, size_of(i));
          load(t, i, i[0], t.shared(at, size_of(i)));
-       }, nullptr}},
+       }}},
       {"STS", {kMemory, [](T& t, const I& i) {
          const auto at = static_cast<uint32_t>(t.address(i[0]));
          t.warp.shared_accesses.emplace_back(at, size_of(i));
          store(t, i, i[1], t.shared(at, size_of(i)));
-       }, nullptr}},
+       }}},
       {"LDL", {"U8 S8 U16 S16 64 128 LU", [](T& t, const I& i) {
          load(t, i, i[0], t.on_stack(t.address(i[1]), size_of(i)));
-       }, nullptr}},
-      {"STL", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.on_stack(t.address(i[0]), size_of(i))); }, nullptr}},
+       }}},
+      {"STL", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.on_stack(t.address(i[0]), size_of(i))); }}},
   };
   // clang-format on
   table.insert(rows.begin(), rows.end());

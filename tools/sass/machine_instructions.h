@@ -9,9 +9,11 @@ namespace machine {
 
 // One of the two does it: for each thread, or for a warp's lanes together.
 struct Handler {
+  Handler(const char* understood, OfThread each) : modifiers(understood), of_thread(each) {}
+  Handler(const char* understood, OfWarp together) : modifiers(understood), of_warp(together) {}
   const char* modifiers;  // that are understood
-  OfThread of_thread;
-  OfWarp of_warp;
+  OfThread of_thread = nullptr;
+  OfWarp of_warp = nullptr;
 };
 using Handlers = std::unordered_map<std::string, Handler>;
 void add_control_and_memory(Handlers& table);

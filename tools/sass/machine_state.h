@@ -6,7 +6,6 @@
 #include <cstring>
 #include <deque>
 #include <map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,6 +23,16 @@ constexpr uint32_t kNan = 0x7FFFFFFF;  // of arithmetic
 constexpr uint64_t kMostSpins = 1000000;
 constexpr uint32_t kPoison = 0xFFC1FFC1;  // what was not written: as one float or two halves a NaN
 constexpr size_t kLocalBytes = 4096;
+
+// The lanes of a mask, the lowest first: for (const unsigned lane : Lanes{mask}).
+struct Lanes {
+  uint32_t mask;
+  unsigned operator*() const { return static_cast<unsigned>(__builtin_ctz(mask)); }
+  void operator++() { mask &= mask - 1; }
+  bool operator!=(const Lanes& other) const { return mask != other.mask; }
+  Lanes begin() const { return *this; }
+  Lanes end() const { return {0}; }
+};
 
 struct Copy {
   uint32_t to;
@@ -93,8 +102,6 @@ struct Running {
   const std::vector<uint8_t>& addresses;  // c[0x4]
   std::deque<Block> blocks;
   std::deque<Warp> warps;
-  std::unordered_set<uint64_t>& loaded;
-  std::unordered_set<uint64_t>& stored;
   unsigned cluster_arrived = 0, cluster_phase = 0;
   uint64_t n_spins = 0;  // waits for bytes in vain, one after another
 

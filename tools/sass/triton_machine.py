@@ -178,17 +178,14 @@ class Driver(DriverBase):
         raise NotImplementedError("there is nothing to time")
 
 
-def _usable_on_cpu(reason: Callable[[torch.device], str]) -> Callable[[torch.device], str]:
-    return lambda device: "" if device.type == "cpu" else reason(device)
-
-
 def install() -> None:
     """From now on Triton's kernels take CPU tensors."""
     import onetrip.kernels
 
     os.environ.pop("LD_PRELOAD", None)  # AddressSanitizer, for this process: ptxas and nvdisasm are faster without
     install_on(torch.device("cpu"), lambda work: False)
-    onetrip.kernels.unavailable_reason = _usable_on_cpu(onetrip.kernels.unavailable_reason)
+    elsewhere = onetrip.kernels.unavailable_reason
+    onetrip.kernels.unavailable_reason = lambda device: "" if device.type == "cpu" else elsewhere(device)
 
 
 def install_on(device: torch.device, captures: Callable[[Callable[[], None]], bool]) -> None:

@@ -24,7 +24,7 @@ def load(name: str, path: Path) -> ModuleType:
     return module
 
 
-class _AroundImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _AroundImport(importlib.abc.MetaPathFinder):
     """Calls before(), imports the module as ever, calls after()."""
 
     def __init__(self, name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -37,24 +37,19 @@ class _AroundImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name != self.name:
             return None
         sys.meta_path.remove(self)
-        self.spec = importlib.util.find_spec(name)
-        if self.spec is None:
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
             return None
-        self.loader, self.spec.loader = self.spec.loader, self
-        return self.spec
+        run = spec.loader.exec_module
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        assert self.loader is not None
-        self.before()
-        return self.loader.create_module(spec)
+        def exec_module(module: ModuleType) -> None:
+            self.before()
+            run(module)
+            self.after()
 
-    def exec_module(self, module: ModuleType) -> None:
-        assert self.loader is not None
-        spec = module.__spec__
-        assert spec is not None
-        spec.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        self.after()
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _load_device() -> None:
