@@ -14,7 +14,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model, patched, unpatch_model
 from onetrip.patching.calls import is_plain
-from patching_cases import WIDTH, Model, Tail, classes
+from patching_cases import WIDTH, ZOO, Model, Tail, build, classes
 from torch import Tensor, nn
 
 
@@ -189,6 +189,31 @@ def test_replaced_children_are_honoured(model: Model, x: Tensor) -> None:
     expected = unpatch_model(copy.deepcopy(model))(x)
     torch.testing.assert_close(model(x), expected)
     assert report.calls()["tails.0"] == (0, 1) and report.calls()["tails.1"] == (1, 0)
+
+
+def test_a_forward_that_a_class_got_after_another_model_was_patched_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("llama").eval(), ZOO["llama"].inputs()
+    patch_model(copy.deepcopy(model))
+    original = type(model).forward
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, cache=None, embeds=None, labels=None):
+        output = original(self, input_ids, attention_mask, labels=labels)
+        output.loss = 3.0 * output.loss
+        return output
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    expected = model(**inputs).loss
+    patch_model(model)
+    torch.testing.assert_close(model(**inputs).loss, expected)
+
+
+@pytest.mark.parametrize("name", ["forward", "_old_forward", "_original_forward"])
+def test_forwards_that_accelerate_keeps_are_the_originals_once_unpatched(model: Model, name: str) -> None:
+    patch_model(model)
+    tail = model.tails[0]
+    vars(tail)[name] = tail.forward
+    unpatch_model(model)
+    assert vars(tail)[name].__func__ is Tail.forward
 
 
 def test_a_residual_that_broadcasts_falls_back(model: Model, x: Tensor) -> None:

@@ -164,12 +164,13 @@ def plain_forward(cls: Any) -> Any:
     return forward
 
 
-_patched_classes: dict[tuple[type, Rewrite], type] = {}
+_patched_classes: dict[tuple[Any, ...], type] = {}
 
 
 def patched_class(original: Any, rewrite: Rewrite) -> type:
-    """The subclass of original with the rewritten forward; one per pair in the process."""
-    key = (original, rewrite)
+    """The subclass of original with the rewritten forward; one in the process, also of the methods that it replaces:
+    a class may get others (Liger's are set on the class)."""
+    key = (original, rewrite, *(getattr(original, name, None) for name in rewrite.replaced))
     if key not in _patched_classes:
         _patched_classes[key] = subclass(original, rewrite, rewrite.methods(original))
     return _patched_classes[key]
@@ -270,11 +271,11 @@ def set_class(module: nn.Module, cls: type) -> None:
 
 
 def restore_class(module: nn.Module) -> None:
-    """Restore the original class. Rebinds forwards that a hook (accelerate's) stored on the instance."""
+    """Restore the original class. Rebinds forwards that accelerate (a hook, autocast) stored on the instance."""
     patched = type(module)
     original = calls.original_class(patched)
     set_class(module, original)
-    for name in ("forward", "_old_forward"):
+    for name in ("forward", "_old_forward", "_original_forward"):
         bound = module.__dict__.get(name)
         if isinstance(bound, MethodType) and bound.__func__ is patched.__dict__.get("forward"):
             module.__dict__[name] = MethodType(original.forward, module)
