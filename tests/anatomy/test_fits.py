@@ -81,9 +81,3 @@ def test_fits_in_columns():
     above = anatomy.compare(again).columns["patched_adamw8bit"].fit
     assert not above.fits and above.margin < 0
     assert above.largest_batch == lean.largest_batch
-
-
-def test_nothing_fits_where_the_weights_do_not():
-    fit = anatomy.compare(anatomy.Options("tiny-bert", 1, 8, columns=("eager",), fits="4MB")).columns["eager"].fit
-    assert not fit.fits
-    assert (fit.largest_batch, fit.peak_at_largest) == (0, None)
