@@ -5,6 +5,7 @@ import resource
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +137,15 @@ def test_a_model_that_does_not_fit_raises_before_it_is_loaded(monkeypatch):
     needed, missing = format_bytes(peak), format_bytes(peak - (10 << 20))
     said = f"take {needed}, 10.0 MiB are free, {missing} too little; --predict-only shows it without running it"
     assert said in str(error.value)
+
+
+def test_the_states_of_both_optimizers_count_in_every_column(monkeypatch):
+    """Those that patched columns shared were once counted in no other column, unless eager was one."""
+    monkeypatch.setattr(COMPARE, "free_bytes", lambda device: 129)
+    steps = {"patched_loss": (100, 40), "patched_adamw8bit": (90, 10)}
+    predicted = {name: SimpleNamespace(peak=peak, optimizer_states=n) for name, (peak, n) in steps.items()}
+    with pytest.raises(anatomy.UsageError, match="predicted to take 130 B, 129 B are free, 1 B too little"):
+        COMPARE._check_memory(predicted, None, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

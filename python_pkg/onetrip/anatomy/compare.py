@@ -237,13 +237,12 @@ def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, de
     free = free_bytes(device)
     if free is None:
         return
-    shared = ("patched", "patched_loss")  # eager's optimizer
-    states = {name: step.optimizer_states for name, step in predicted.items() if name not in shared}
-    peaks = [
-        step.peak + sum(n for other, n in states.items() if other != ("eager" if name in shared else name))
-        for name, step in predicted.items()
-    ]
-    needed = max(peaks) if peaks else predictions.resident()
+    if predicted:
+        # The states of each optimizer once: all columns but one share theirs.
+        states = {name == "patched_adamw8bit": step.optimizer_states for name, step in predicted.items()}
+        needed = max(step.peak - step.optimizer_states for step in predicted.values()) + sum(states.values())
+    else:
+        needed = predictions.resident()
     if needed > free:
         raise UsageError(
             f"the step does not fit on {device}: it is predicted to take {format_bytes(needed)}, {format_bytes(free)} "
