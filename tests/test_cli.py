@@ -124,18 +124,20 @@ def test_anatomy_bad_usage(run, arguments, words):
     assert_bad_usage(run("anatomy", "tiny-bert", *arguments), *words)
 
 
-def test_anatomy_output_is_checked_before_any_work(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("onetrip.anatomy.compare", lambda *_: pytest.fail("measured before looking at --output"))
+@pytest.mark.parametrize(("command", "work"), [("anatomy", "compare"), ("methods", "run")])
+def test_output_is_checked_before_any_work(run, tmp_path, monkeypatch, command, work):
+    monkeypatch.setattr(f"onetrip.{command}.{work}", lambda *_, **__: pytest.fail("it has measured already"))
     occupied = tmp_path / "file"
     occupied.write_text("kept")
-    assert_bad_usage(run("anatomy", "tiny-bert", "--output", occupied), "--output", "cannot write there")
-    assert_bad_usage(run("anatomy", "tiny-bert", "--output", occupied / "below"), "--output", "cannot write there")
+    assert_bad_usage(run(command, "tiny-bert", "--output", occupied), "--output", "cannot write there")
+    assert_bad_usage(run(command, "tiny-bert", "--output", occupied / "below"), "--output", "cannot write there")
     assert occupied.read_text() == "kept"
 
 
 @pytest.mark.parametrize("command", ["anatomy", "methods"])
 def test_a_bad_name_leaves_no_folder(run, tmp_path, command):
-    assert_bad_usage(run(command, "no-such-model", "--output", tmp_path / "new" / "folder"), "neither a preset")
+    result = run(command, "no-such-model", "--output", tmp_path / "new" / "folder")
+    assert_bad_usage(result, "no-such-model is neither a preset (tiny-bert, ")
     assert list(tmp_path.iterdir()) == []
 
 

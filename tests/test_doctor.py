@@ -93,10 +93,6 @@ def test_doctor_names_why_there_are_no_cuda_kernels():
         assert any(reason in doctor._facts()["CUDA kernels"] for reason in reasons)
 
 
-def with_fused(kernel, fused):
-    return replace(kernel, fused=fused)
-
-
 class _WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y):
@@ -130,7 +126,7 @@ class _WrongGradient(torch.autograd.Function):
     ],
 )
 def test_a_wrong_kernel_fails(change, failing, dtype, name):
-    kernel = with_fused(KERNELS[name], lambda inputs: change(KERNELS[name].fused(inputs)))
+    kernel = replace(KERNELS[name], fused=lambda inputs: change(KERNELS[name].fused(inputs)))
     checks = selfcheck.run_check(CPU, "reference", kernel, dtype)
     assert failing <= {check.direction for check in checks if not check.passed}
     if failing == {"backward"}:
@@ -168,7 +164,7 @@ def test_a_kernel_that_raises_is_a_failure_with_its_message():
     def broken(inputs):
         raise RuntimeError("CUDA error 700: an illegal memory access\nmore lines")
 
-    checks = selfcheck.run_check(CPU, "reference", with_fused(KERNELS["layer_norm"], broken), "fp32")
+    checks = selfcheck.run_check(CPU, "reference", replace(KERNELS["layer_norm"], fused=broken), "fp32")
     assert [check.failure for check in checks] == ["RuntimeError: CUDA error 700: an illegal memory access"] * 2
     text = printed(doctor.Report({}, (), checks), width=200)
     assert "2 of 2 checks failed" in text

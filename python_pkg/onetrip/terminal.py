@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -17,29 +18,16 @@ _SHORTEST_BAR, _LONGEST_BAR = 4, 32
 _BESIDE_BARS = 73
 """Characters of the longest labels and figures beside a bar."""
 _MANY_COLUMNS = 7
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_LINE_STYLES = ("", "green", "cyan", "magenta")
+_LINE_COLOURS = ("default", "green", "cyan", "magenta")
 _GOOD_STYLES = {True: "green", False: "red", None: ""}
 
 
-def bar(value: float, largest: float, width: int) -> str:
-    """value / largest of the width, in eighths of a character."""
-    full, rest = divmod(round(8 * width * value / largest) if largest > 0 else 0, 8)
-    return "█" * full + (_EIGHTHS[rest] if rest else "")
-
-
-class _Bar:
-    """bar() as wide as its column."""
-
-    def __init__(self, value: float, largest: float, style: str) -> None:
-        self.value, self.largest, self.style = value, largest, style
+class _Bar(Bar):
+    """A bar as wide as its column."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         width = max(_SHORTEST_BAR, min(options.size.width - _BESIDE_BARS, _LONGEST_BAR))
         return Measurement(_SHORTEST_BAR, width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(bar(self.value, self.largest, options.max_width), self.style)
 
 
 def _first_number(row: Iterable[Cell]) -> float:
@@ -70,9 +58,9 @@ def render_table(table: Table) -> RichTable:
         shown: list[RenderableType] = [Text(each.text, _GOOD_STYLES[each.good]) for each in row]
         if table.grouped:
             n_line = n_line + 1 if i and row[0].text == rows[i - 1][0].text else 0
-            style = _LINE_STYLES[n_line % len(_LINE_STYLES)]
-            shown[:2] = [Text("" if n_line else row[0].text), Text(row[1].text, style)]
-            shown.append(_Bar(_first_number(row), largest, style))
+            colour = _LINE_COLOURS[n_line % len(_LINE_COLOURS)]
+            shown[:2] = [Text("" if n_line else row[0].text), Text(row[1].text, colour)]
+            shown.append(_Bar(largest, 0, _first_number(row), color=colour))
         is_last = i + 1 == len(rows) or row[0].text != rows[i + 1][0].text
         rich.add_row(*shown, end_section=table.grouped and is_last)
     return rich

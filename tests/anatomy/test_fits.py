@@ -57,13 +57,18 @@ def test_largest_batch(terms, memory, expected):
     assert expected + 1 in asked or expected == 1 << 20  # the size above was asked, and does not fit
 
 
-def test_the_search_is_short_and_does_not_leap_far_beyond():
-    peak_of, asked = peaks((300, 1), (100, 10))
-    anatomy.largest_batch(peak_of, 100_000)
-    assert len(asked) <= 24
-    peak_of, asked = peaks((62_000, 0), (50_000, 6_000))  # one and two take the same
-    assert anatomy.largest_batch(peak_of, 74_000)[0] == 4
-    assert len(asked) <= 8 and max(asked) <= 16
+@pytest.mark.parametrize(
+    ("terms", "memory", "expected", "most", "largest"),
+    [
+        pytest.param([(300, 1), (100, 10)], 100_000, 9990, 12, 1 << 15, id="a-line"),
+        pytest.param([(300, 1), (-100_000, 100)], 1_200, 900, 16, 1 << 12, id="a-kink"),
+        pytest.param([(62_000, 0), (50_000, 6_000)], 74_000, 4, 8, 16, id="small-sizes-take-the-same"),
+    ],
+)
+def test_the_search_is_short_and_does_not_leap_far_beyond(terms, memory, expected, most, largest):
+    peak_of, asked = peaks(*terms)
+    assert anatomy.largest_batch(peak_of, memory)[0] == expected
+    assert len(asked) <= most and max(asked) <= largest
 
 
 @pytest.mark.slow
@@ -81,9 +86,3 @@ def test_fits_in_columns():
     above = anatomy.compare(again).columns["patched_adamw8bit"].fit
     assert not above.fits and above.margin < 0
     assert above.largest_batch == lean.largest_batch
-
-
-def test_nothing_fits_where_the_weights_do_not():
-    fit = anatomy.compare(anatomy.Options("tiny-bert", 1, 8, columns=("eager",), fits="4MB")).columns["eager"].fit
-    assert not fit.fits
-    assert (fit.largest_batch, fit.peak_at_largest) == (0, None)

@@ -45,11 +45,6 @@ def session(options: methods.Options) -> methods.Session:
 
 
 @pytest.fixture
-def cpu() -> methods.Setting:
-    return methods.Setting(torch.device("cpu"), "float32")
-
-
-@pytest.fixture
 def figures() -> dict[str, Any]:
     """Made-up figures of one measured method."""
     seconds = {"median": 0.1, "p20": 0.09, "p80": 0.11}

@@ -7,11 +7,23 @@ from onetrip.methods import METHODS, NAMES, Recipe, Setting, combine
 from onetrip.methods.catalog import BASELINE, chosen, combined, find
 from onetrip.methods.optimizers import OPTIMIZERS
 
-CUDA = Setting(torch.device("cuda"), "float32")
+CPU, CUDA = (Setting(torch.device(name), "float32") for name in ("cpu", "cuda"))
 
 
 def applied(method, recipe, setting):
     return replace(recipe, **method.change(recipe, setting))
+
+
+def assert_missing(name, setting, reason, batch_size=8):
+    method = find(name, setting)
+    said = method.missing(applied(method, Recipe(batch_size), setting), setting)
+    assert reason in said and bool(said) == bool(reason)
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    monkeypatch.setattr("onetrip.methods.catalog.find_spec", lambda package: None)
+    monkeypatch.setattr("onetrip.methods.catalog.shutil.which", lambda name: None)
 
 
 def test_methods_of_the_contract_are_there():
@@ -24,7 +36,7 @@ def test_methods_of_the_contract_are_there():
     assert NAMES[-2:] == ("combined", "combined-memory")
 
 
-@pytest.mark.parametrize("setting", [Setting(torch.device("cpu"), "float32"), CUDA], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("setting", [CPU, CUDA], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_changes_the_recipe_and_only_its_own_part(name, setting):
     recipe = Recipe(8)
@@ -40,20 +52,15 @@ def test_what_guides_say_is_that_of_the_family():
 
 
 @pytest.mark.parametrize(("batch", "parts"), [(8, (2, 4)), (4, (1, 4)), (6, (3, 2)), (7, (1, 7)), (2, (1, 2))])
-def test_accumulation_keeps_the_samples_of_a_step(batch, parts, cpu):
-    recipe = applied(METHODS["accumulation"], Recipe(batch), cpu)
+def test_accumulation_keeps_the_samples_of_a_step(batch, parts):
+    recipe = applied(METHODS["accumulation"], Recipe(batch), CPU)
     assert (recipe.batch_size, recipe.accumulation) == parts
     assert recipe.samples_per_step == batch
 
 
-def test_a_batch_of_one_cannot_be_accumulated(cpu):
-    method = METHODS["accumulation"]
-    assert "at least 2" in method.missing(applied(method, Recipe(1), cpu), cpu)
-
-
-def test_a_combination_applies_its_methods_in_order(cpu):
+def test_a_combination_applies_its_methods_in_order():
     method = combine(("batch-2x", "accumulation", "adamw8bit"))
-    assert applied(method, Recipe(4), cpu) == Recipe(2, accumulation=4, optimizer="adamw8bit")
+    assert applied(method, Recipe(4), CPU) == Recipe(2, accumulation=4, optimizer="adamw8bit")
     assert method.own and not method.isolated
     assert combine(("compile", "sgd")).isolated and not combine(("compile", "sgd")).own
 
@@ -77,60 +84,52 @@ def test_combinations_that_cannot_be(names, words):
 @pytest.mark.parametrize(
     ("name", "setting", "reason"),
     [
-        ("fp16", Setting(torch.device("cpu"), "float32"), "needs a CUDA device"),
-        ("bf16", Setting(torch.device("cpu"), "bfloat16"), "bfloat16 already"),
-        ("fp16", Setting(torch.device("cuda"), "bfloat16"), "bfloat16 already"),
-        ("checkpointing", Setting(torch.device("cpu"), "float32", can_checkpoint=False), "no gradient checkpointing"),
-        ("zero-offload", Setting(torch.device("cpu"), "float32"), "from a CUDA device"),
-        ("tf32", Setting(torch.device("cpu"), "float32"), "needs a CUDA device"),
-        ("tf32", Setting(torch.device("cuda"), "bfloat16"), "TF32 multiplies float32 matrices"),
-        ("empty-cache", Setting(torch.device("cpu"), "float32"), "keeps no cache of a CPU's memory"),
+        ("fp16", CPU, "needs a CUDA device"),
+        ("bf16", replace(CPU, dtype="bfloat16"), "bfloat16 already"),
+        ("fp16", replace(CUDA, dtype="bfloat16"), "bfloat16 already"),
+        ("checkpointing", replace(CPU, can_checkpoint=False), "no gradient checkpointing"),
+        ("zero-offload", CPU, "from a CUDA device"),
+        ("tf32", CPU, "needs a CUDA device"),
+        ("tf32", replace(CUDA, dtype="bfloat16"), "TF32 multiplies float32 matrices"),
+        ("empty-cache", CPU, "keeps no cache of a CPU's memory"),
         ("empty-cache", CUDA, ""),
-        ("flash-attention-2", Setting(torch.device("cpu"), "bfloat16"), "needs a CUDA device"),
-        ("datasets-map", Setting(torch.device("cpu"), "float32", reads_text=False), "needs a model of text"),
-        ("datasets-stream+preloading", Setting(torch.device("cpu"), "float32"), "streamed by one process"),
-        ("fused-kernels", Setting(torch.device("cpu"), "float32"), ""),
-        ("linear-cross-entropy", Setting(torch.device("cpu"), "float32"), ""),
-        ("linear-cross-entropy", Setting(torch.device("cpu"), "float32", has_token_loss=False), "no loss over a voc"),
+        ("flash-attention-2", replace(CPU, dtype="bfloat16"), "needs a CUDA device"),
+        ("datasets-map", replace(CPU, reads_text=False), "needs a model of text"),
+        ("datasets-stream+preloading", CPU, "streamed by one process"),
+        ("fused-kernels", CPU, ""),
+        ("linear-cross-entropy", CPU, ""),
+        ("linear-cross-entropy", replace(CPU, has_token_loss=False), "no loss over a voc"),
+        ("compile", CPU, "C++ compiler"),
+        ("bnb-adamw8bit", CPU, "(pip install "),
+        ("torchao-adamw8bit", CPU, "(pip install "),
+        ("lora", CPU, "(pip install "),
+        ("zero", CPU, "(pip install "),
+        ("datasets-map", CPU, "(pip install "),
     ],
 )
-def test_what_is_missing_is_said(name, setting, reason):
-    method = find(name, setting)
-    said = method.missing(applied(method, Recipe(8), setting), setting)
-    assert reason in said and bool(said) == bool(reason)
+def test_what_is_missing_is_said(name, setting, reason, nothing_installed):
+    assert_missing(name, setting, reason)
+
+
+def test_a_batch_of_one_cannot_be_accumulated():
+    assert_missing("accumulation", CPU, "at least 2", batch_size=1)
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "changes", "reason"),
+    ("name", "capability", "setting", "reason"),
     [
-        ("tf32", (7, 0), {}, "compute capability 8.0 is the first"),
-        ("tf32", (8, 0), {}, ""),
-        ("flash-attention-2", (7, 5), {"dtype": "bfloat16"}, "from compute capability 8.0 on"),
-        ("flash-attention-2", (9, 0), {"has_flash_attention": False}, "no flash-attention 2 for this model"),
-        ("flash-attention-2", (9, 0), {}, "--combine flash-attention-2+bf16"),
-        ("flash-attention-2", (9, 0), {"dtype": "bfloat16"}, "pip install flash-attn"),
-        ("flash-attention-2+fp16", (9, 0), {}, "pip install flash-attn"),
+        ("tf32", (7, 0), CUDA, "compute capability 8.0 is the first"),
+        ("tf32", (8, 0), CUDA, ""),
+        ("flash-attention-2", (7, 5), replace(CUDA, dtype="bfloat16"), "from compute capability 8.0 on"),
+        ("flash-attention-2", (9, 0), replace(CUDA, has_flash_attention=False), "no flash-attention 2 for this model"),
+        ("flash-attention-2", (9, 0), CUDA, "--combine flash-attention-2+bf16"),
+        ("flash-attention-2", (9, 0), replace(CUDA, dtype="bfloat16"), "pip install flash-attn"),
+        ("flash-attention-2+fp16", (9, 0), CUDA, "pip install flash-attn"),
     ],
 )
-def test_what_is_missing_on_a_gpu_is_said(name, capability, changes, reason, monkeypatch):
+def test_what_is_missing_on_a_gpu_is_said(name, capability, setting, reason, nothing_installed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("onetrip.methods.catalog.find_spec", lambda package: None)
-    setting = replace(CUDA, **changes)
-    method = find(name, setting)
-    said = method.missing(applied(method, Recipe(8), setting), setting)
-    assert reason in said and bool(said) == bool(reason)
-
-
-@pytest.mark.parametrize("name", ["bnb-adamw8bit", "torchao-adamw8bit", "lora", "zero", "datasets-map"])
-def test_absent_packages_are_named_with_how_to_get_them(name, cpu, monkeypatch):
-    monkeypatch.setattr("onetrip.methods.catalog.find_spec", lambda package: None)
-    method = METHODS[name]
-    assert "(pip install " in method.missing(applied(method, Recipe(8), cpu), cpu)
-
-
-def test_compile_needs_a_compiler(cpu, monkeypatch):
-    monkeypatch.setattr("onetrip.methods.catalog.shutil.which", lambda name: None)
-    assert "C++ compiler" in METHODS["compile"].missing(Recipe(8), cpu)
+    assert_missing(name, setting, reason)
 
 
 @pytest.mark.parametrize(("bf16", "precision"), [(True, "bf16"), (False, "fp16")])
@@ -141,15 +140,15 @@ def test_combined_takes_the_precision_that_the_card_has(bf16, precision, monkeyp
     assert set(memory.parts) == {*combined("combined", CUDA).parts, "checkpointing", "accumulation"}
 
 
-def test_combined_on_a_cpu(cpu):
-    assert combined("combined", cpu).parts == ("fused-kernels", "adamw8bit")
-    assert "checkpointing" not in combined("combined-memory", replace(cpu, can_checkpoint=False)).parts
+def test_combined_on_a_cpu():
+    assert combined("combined", CPU).parts == ("fused-kernels", "adamw8bit")
+    assert "checkpointing" not in combined("combined-memory", replace(CPU, can_checkpoint=False)).parts
 
 
-def test_choosing(cpu):
-    everything = [method.name for method in chosen((), ("sgd+bf16",), cpu)]
+def test_choosing():
+    everything = [method.name for method in chosen((), ("sgd+bf16",), CPU)]
     assert everything == ["baseline", *NAMES, "sgd+bf16"]
-    some = chosen(("combined", "sgd"), ("sgd+bf16", "sgd+bf16"), cpu)
+    some = chosen(("combined", "sgd"), ("sgd+bf16", "sgd+bf16"), CPU)
     assert [method.name for method in some] == ["baseline", "sgd", "combined", "sgd+bf16"]
     assert some[0] is BASELINE
 

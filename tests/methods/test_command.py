@@ -89,17 +89,6 @@ def test_bad_usage(run, arguments, words):
     assert_bad_usage(run("small", *arguments), *words)
 
 
-def test_unknown_model_lists_the_presets(run):
-    assert_bad_usage(run("no-such-model"), "no-such-model is neither a preset (tiny-bert, ")
-
-
-def test_output_is_checked_before_any_work(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("onetrip.methods.run", lambda *_, **__: pytest.fail("measured before looking at --output"))
-    (occupied := tmp_path / "file").write_text("kept")
-    assert_bad_usage(run("small", "--output", occupied), "--output", "cannot write there")
-    assert occupied.read_text() == "kept"
-
-
 def test_output_without_what_the_page_needs(run, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     assert_bad_usage(run("small", "--output", tmp_path), "--output", "jinja2", "pip install")

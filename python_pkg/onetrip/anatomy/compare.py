@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import html as page_builder
+from .. import patched
 from ..environment import header
 from ..measure import free_bytes
 from ..patching import PATTERNS
@@ -113,48 +114,37 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     Fake tensors cannot follow every model (one whose operators ask for data): its columns are measured all the same,
     and say why they are not predicted. Where nothing is to be run that is a UsageError.
     """
-    import onetrip
-
     options.check()
-    device_type = options.device_type()
+    device = options.torch_device()
     fake = fake_copy(load_model(options.model, weights=False), FakeTensorMode(), DTYPES[options.dtype])
-    predictions = _Predictions(fake.train(), options, device_type, progress)
-    names = [name for name in options.columns if name != "compiled"] or ["eager"]  # whose memory is checked at least
+    predictions = _Predictions(fake.train(), options, device.type, progress)
     predicted, unpredicted = {}, {}
-    for name in names:
+    # Of "compiled" alone the eager step is predicted, whose memory is checked.
+    for name in [name for name in options.columns if name != "compiled"] or ["eager"]:
         try:
             predicted[name] = predictions.of(name, options.batch_size)
         except _NotPredicted as error:
             unpredicted[name] = str(error)
-    columns = {name: Column(predicted.get(name)) for name in options.columns}
-    memory = options.memory()
-    if memory is not None:
-        speed, dtype = options.speed(), options.autocast or options.dtype
-        columns = {
-            name: Column(
-                step,
-                fit=predictions.fit(name, step, memory),
-                bound=lower_bound(step.traffic, speed, dtype) if speed and step.traffic else None,
-            )
-            for name, step in predicted.items()
-        }
-    device = options.torch_device() if options.runs else torch.device(device_type)
+    measured: dict[str, StepAnatomy] = {}
     gpu_unread = "nothing was run"
-    n_parameters = sum(p.numel() for p in fake.parameters())
     if options.runs:
         _check_memory(predicted, predictions, device)
         measured, gpu_unread, (sites, n_patched) = _measure(options, device, progress)
-        columns = {
-            name: Column(predicted.get(name), measured[name], unpredicted=unpredicted.get(name, ""))
-            for name in options.columns
-        }
     else:
-        with onetrip.patched(fake, verify=False) as report:
+        with patched(fake, verify=False) as report:
             sites, n_patched = report.to_dict(), len(report.patched)
+    memory, speed, dtype = options.memory(), options.speed(), options.autocast or options.dtype
+    columns = {}
+    for name in options.columns:
+        step, fit, bound = predicted.get(name), None, None
+        if step is not None and memory is not None:
+            fit = predictions.fit(name, step, memory)
+            bound = lower_bound(step.traffic, speed, dtype) if speed and step.traffic else None
+        columns[name] = Column(step, measured.get(name), fit, bound, unpredicted.get(name, ""))
     return Comparison(
         options=options,
         device=device,
-        n_parameters=n_parameters,
+        n_parameters=sum(p.numel() for p in fake.parameters()),
         columns=columns,
         sites=sites,
         n_patched=n_patched,
@@ -233,12 +223,10 @@ def _nothing_logged() -> Iterator[None]:
 
 
 def _context(name: str, model: nn.Module) -> Callable[[], AbstractContextManager[object]]:
-    import onetrip
-
     if not name.startswith("patched"):
         return nullcontext
     patterns = (*PATTERNS, "linear_cross_entropy") if name == "patched_loss" else PATTERNS
-    return partial(onetrip.patched, model, patterns=patterns, verify=False)
+    return partial(patched, model, patterns=patterns, verify=False)
 
 
 def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, device: torch.device) -> None:
@@ -249,13 +237,12 @@ def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, de
     free = free_bytes(device)
     if free is None:
         return
-    shared = ("patched", "patched_loss")  # eager's optimizer
-    states = {name: step.optimizer_states for name, step in predicted.items() if name not in shared}
-    peaks = [
-        step.peak + sum(n for other, n in states.items() if other != ("eager" if name in shared else name))
-        for name, step in predicted.items()
-    ]
-    needed = max(peaks) if peaks else predictions.resident()
+    if predicted:
+        # The states of each optimizer once: all columns but one share theirs.
+        states = {name == "patched_adamw8bit": step.optimizer_states for name, step in predicted.items()}
+        needed = max(step.peak - step.optimizer_states for step in predicted.values()) + sum(states.values())
+    else:
+        needed = predictions.resident()
     if needed > free:
         raise UsageError(
             f"the step does not fit on {device}: it is predicted to take {format_bytes(needed)}, {format_bytes(free)} "
@@ -273,12 +260,10 @@ def _measure(
     options: Options, device: torch.device, progress: Progress | None
 ) -> tuple[dict[str, StepAnatomy], str, tuple[dict[str, Any], int]]:
     """(the columns, why no GPU was sampled, (the patches, how many))."""
-    import onetrip
-
     torch.manual_seed(options.seed)
     model = load_model(options.model).to(device, DTYPES[options.dtype]).train()
     batch = make_batch(model, options.batch_size, options.sequence_length, options.seed)
-    with onetrip.patched(model) as report:  # verified once here; the switches between steps need not be
+    with patched(model) as report:  # verified once here; the switches between steps need not be
         patches = report.to_dict(), len(report.patched)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     variants = {}

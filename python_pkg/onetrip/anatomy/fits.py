@@ -12,7 +12,6 @@ from .models import UsageError
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)
 _LARGEST_BATCH = 1 << 20
-_GROWTH = 8
 
 
 @dataclass(frozen=True)
@@ -49,35 +48,23 @@ def memory_size(text: str) -> int:
 def largest_batch(peak_of: Callable[[int], int], memory: int) -> tuple[int, int | None]:
     """(The largest batch size whose peak is at most memory, that peak), (0, None) where there is none.
 
-    A peak is linear in the batch size over wide stretches, and never falls: two known sizes tell where to look (not far
-    beyond what is known: where the optimizer's step holds the peak, small sizes all have the same). The answer and the
-    size above it have both been asked. Every other time the middle is tried: a line from below a kink can creep.
+    A peak never falls, and is linear in the batch size over wide stretches: between a size that fits and one that does
+    not, a line through both tells where to look. Every other time the middle is tried: a line from below a kink can
+    creep. The answer and the size above it have both been asked.
     """
-    low, high = 0, None
     peaks: dict[int, int] = {}
 
     def fits(batch: int) -> bool:
-        nonlocal low, high
         peaks[batch] = peak_of(batch)
-        if peaks[batch] <= memory:
-            low = max(low, batch)
-        else:
-            high = batch if high is None else min(high, batch)
         return peaks[batch] <= memory
 
-    if not fits(1):
-        return 0, None
-    fits(2)
-    by_middle = True
-    while (high is None or high - low > 1) and low < _LARGEST_BATCH:
-        known = sorted(peaks)
-        a, b = (low, high) if high is not None else (known[-2], known[-1])
-        slope = (peaks[b] - peaks[a]) / (b - a)
-        estimate = int(a + (memory - peaks[a]) / slope) if slope > 0 else _LARGEST_BATCH
-        most = min(_GROWTH * low, _LARGEST_BATCH) if high is None else high - 1
-        if high is not None and (by_middle := not by_middle):
-            estimate = (low + high) // 2
-        guess = max(low + 1, min(estimate, most))
-        if fits(guess) and guess == estimate and guess + 1 != high and guess < _LARGEST_BATCH:
-            fits(guess + 1)
-    return low, peaks[low]
+    low, high = 0, 1
+    while low < _LARGEST_BATCH and fits(high):
+        low, high = high, min(8 * high, _LARGEST_BATCH)
+    by_middle = False
+    while high - low > 1:
+        on_line = low + (memory - peaks[low]) * (high - low) // (peaks[high] - peaks[low])
+        guess = (low + high) // 2 if by_middle else max(on_line, low + 1)
+        by_middle = not by_middle
+        low, high = (guess, high) if fits(guess) else (low, guess)
+    return low, peaks.get(low)

@@ -38,7 +38,9 @@ class Sampler:
             return
         try:
             self._nvml.nvmlInit()
-            self._handle = _handle(self._nvml, device)
+            # By its UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's.
+            uuid = torch.cuda.get_device_properties(device).uuid
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except self._nvml.NVMLError as error:
             self.reason = f"NVML: {error}"
 
@@ -98,11 +100,3 @@ class Sampler:
             "memory_in_use": max(in_use),
             "samples": len(samples),
         }
-
-
-def _handle(nvml: Any, device: torch.device) -> Any:
-    """NVML's handle of the same GPU: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if uuid is not None:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    return nvml.nvmlDeviceGetHandleByIndex(device.index or 0)

@@ -96,12 +96,6 @@ class Options:
         """Peaks of the GPU that was named, where they are known."""
         return None if self.gpu is None else SPEEDS.get(known(self.gpu))
 
-    def device_type(self) -> str:
-        """Type of the device whose step is measured or predicted."""
-        if not self.runs and self.device == "auto":
-            return "cuda"
-        return self._parsed_device().type if not self.runs else self.torch_device().type
-
     def _parsed_device(self) -> torch.device:
         try:
             device = torch.device(self.device)
@@ -112,10 +106,15 @@ class Options:
         return device
 
     def torch_device(self) -> torch.device:
-        """Where the step runs. Raises UsageError where there is no such device."""
+        """Where the step runs; where nothing runs, a device of the type that it is predicted for.
+
+        Raises UsageError where there is no such device.
+        """
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return torch.device("cuda" if torch.cuda.is_available() or not self.runs else "cpu")
         device = self._parsed_device()
+        if not self.runs:
+            return torch.device(device.type)
         if device.type == "cuda" and not torch.cuda.is_available():
             built = torch.version.cuda
             why = "no usable NVIDIA GPU was found" if built else "this torch was built without CUDA"

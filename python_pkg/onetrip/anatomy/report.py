@@ -153,7 +153,7 @@ def _fits(result: Mapping[str, Any]) -> Table:
             way,
             _size(fit["peak"]),
             Cell("yes" if fit["fits"] else "no", "yes" if fit["fits"] else "no", good=fit["fits"]),
-            Cell(fit["margin"], f"{'' if fit['fits'] else '-'}{format_bytes(abs(fit['margin']))}"),
+            _size(fit["margin"]),
             fit["largest_batch"],
             _size(fit["peak_at_largest"]),
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from ..measure import saved_tensors
 from .operators import operator_class
@@ -69,14 +70,6 @@ def _operator(node: Node) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _operators_of_storages(loss: Tensor) -> dict[int, str]:
     """The class of the operator that saved each storage first, by the storage's address."""
     nodes, waiting = set(), [loss.grad_fn]
@@ -89,8 +82,9 @@ def _operators_of_storages(loss: Tensor) -> dict[int, str]:
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         names = [name for name in dir(node) if name.startswith("_saved_")]
         values = [node.saved_tensors] if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names]
-        for tensor in _tensors(values):
-            found.setdefault(tensor.untyped_storage()._cdata, operator_class(_operator(node)))
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor):
+                found.setdefault(tensor.untyped_storage()._cdata, operator_class(_operator(node)))
     return found
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 SLOWED = 1.1
 """Slowdown by other processes: above it a time is doubtful."""
@@ -87,14 +88,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def optimizer_state_bytes(optimizer: Any) -> int:
     """Bytes of the tensors in optimizer.state; 0 before the first step of most optimizers."""
-
-    def tensors(value: Any) -> list[Tensor]:
-        if isinstance(value, Tensor):
-            return [value]
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        return [tensor for each in values for tensor in tensors(each)]
-
-    return storage_bytes(tensors(dict(optimizer.state)))
+    return storage_bytes(leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

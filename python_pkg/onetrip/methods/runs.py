@@ -182,10 +182,8 @@ def load_previous(folder: Path) -> dict[str, Any] | None:
     try:
         previous = json.loads(path.read_text())
         describe(previous)
-        tables = [previous["options"], previous["versions"], *previous["methods"]]
-        if not all(isinstance(table, dict) for table in tables):
-            raise ValueError
-        if not all(entry["name"] and entry["status"] for entry in previous["methods"]):
+        is_whole = all(entry["name"] and entry["status"] for entry in previous["methods"])
+        if not is_whole or not isinstance(previous["options"], dict):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--resume: {path} is not a result of onetrip methods") from None

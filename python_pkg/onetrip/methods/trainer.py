@@ -23,12 +23,9 @@ from .optimizers import OPTIMIZERS
 
 def _enable_checkpointing(model: Any) -> None:
     """Under the name that this release of transformers has for it: 5.x calls it activation checkpointing."""
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
-        enable = getattr(model, f"{name}_enable", None)
-        if enable is not None:
-            enable(**{f"{name}_kwargs": {"use_reentrant": False}})
-            return
-    raise RuntimeError(f"{type(model).__name__} has no gradient checkpointing")
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    enable = getattr(model, f"{name}_checkpointing_enable")
+    enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
 
 
 @contextmanager
