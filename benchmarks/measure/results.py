@@ -151,7 +151,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         return found
 
     was, now = lasting(old), lasting(new)
-    return [name for name in was if was[name] != now[name]]
+    names = {"measured": "choice of --quick, --pass or --against"}
+    return [names.get(name, name) for name in was if was[name] != now[name]]
 
 
 class Store:
@@ -171,7 +172,7 @@ class Store:
 
     def resume(self) -> dict[str, set[str]]:
         """Takes over what the same code has measured in the same way on the same machine; gives the ids of the cases
-        that need not run, by suite."""
+        that need not run, by suite. Raises UsageError where something else lies in the folder."""
         done = {}
         for suite, ids in self._expected.items():
             if (previous := self._previous(suite)) is not None:
@@ -181,7 +182,8 @@ class Store:
         return done
 
     def _previous(self, suite: str) -> dict[str, Any] | None:
-        """What the same run left of a suite; where it left nothing, self.notes says why others are not continued."""
+        """What the same run left of a suite. Raises UsageError for what another run left; self.notes names files that
+        are no records."""
         notes = []
         for path in [] if self._folder is None else [self._folder / (suite + end) for end in (PARTIAL, ".json")]:
             if path.exists():
@@ -192,7 +194,10 @@ class Store:
                     continue
                 if not (different := _differences(content, self._header)):
                     return content
-                notes.append(f"not continued: {path}: of another {', '.join(different)}")
+                raise UsageError(
+                    f"--resume: {path} was measured with another {', '.join(different)}: name another folder, or leave "
+                    "out --resume to replace it"
+                )
         self.notes += notes
         return None
 

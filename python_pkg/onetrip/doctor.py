@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -131,7 +132,8 @@ def _cuda_kernels(library: Any) -> str:
     if library is None:
         return "not built"
     if not library.cuda_architectures():
-        return f"{library.cuda_unavailable_reason(0)}; NVIDIA GPUs are served by the Triton kernels"
+        served = "; NVIDIA GPUs are served by the Triton kernels" if importlib.util.find_spec("triton") else ""
+        return library.cuda_unavailable_reason(0) + served
     reason = unavailable_reason("cuda", "cuda")
     return f"built for {library.cuda_architectures()}; {'not usable: ' + reason if reason else 'usable'}"
 

@@ -1,6 +1,8 @@
 import pytest
 import torch
+import transformers
 from onetrip import anatomy
+from onetrip.methods.data import make_data
 
 PUBLISHED_MILLIONS = {
     "distilbert-base": 67.0,
@@ -47,6 +49,28 @@ def test_masked_model_predicts_some_positions_of_every_row():
     wanted = labels != -100
     assert wanted.any(dim=1).all()
     assert 0.1 < wanted.float().mean() < 0.2
+
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+TINY_IMAGES = TINY | {"image_size": 32, "patch_size": 16}
+CONFIGS = {
+    "text beside images": lambda: transformers.Gemma3Config(
+        text_config=TINY | {"head_dim": 16, "num_key_value_heads": 2, "vocab_size": 2000}, vision_config=TINY_IMAGES
+    ),
+    "any length": lambda: transformers.XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=32, vocab_size=2000),
+    "images of any size": lambda: transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]),
+    "images beside text": lambda: transformers.CLIPConfig(vision_config=TINY_IMAGES),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_of_other_shapes_train(name, tmp_path):
+    CONFIGS[name]().save_pretrained(tmp_path)
+    made = anatomy.load_model(str(tmp_path), weights=False)
+    model = type(made)(made.config)
+    assert torch.isfinite(model(**anatomy.make_batch(model, 2, 16)).loss)
+    data = make_data(str(tmp_path), model, 16, 4, 0)
+    assert (data.tokens == "images") is name.startswith("images")
 
 
 def test_images_have_the_weights_dtype():

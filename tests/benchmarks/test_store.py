@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from onetrip.benchmarks.measure import results
-from onetrip.benchmarks.measure.results import Store, fingerprint
+from onetrip.benchmarks.measure.results import Store, UsageError, fingerprint
 
 HEADER: dict[str, Any] = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -99,12 +99,11 @@ def test_continuing_keeps_what_was_not_asked_for_this_time(tmp_path: Path) -> No
         ("measured", HEADER["measured"] | {"passes": ["forward"]}),
     ],
 )
-def test_what_another_run_measured_is_not_continued_and_said_so(tmp_path: Path, name: str, value: object) -> None:
+def test_what_another_run_measured_is_not_continued(tmp_path: Path, name: str, value: object) -> None:
     store(tmp_path).add("softmax", record("a"))
-    later = store(tmp_path, LATER | {name: value})
-    assert later.resume() == {}
-    (note,) = later.notes
-    assert note == f"not continued: {tmp_path / 'test/softmax.partial.json'}: of another {name}"
+    named = "choice of --quick, --pass or --against" if name == "measured" else name
+    with pytest.raises(UsageError, match=rf"softmax\.partial\.json was measured with another {named}: name another"):
+        store(tmp_path, LATER | {name: value}).resume()
 
 
 def test_clocks_that_moved_do_not_make_another_machine(tmp_path: Path) -> None:

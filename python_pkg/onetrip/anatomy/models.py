@@ -144,9 +144,14 @@ def _head_of(config: Any) -> str:
     return available[0]
 
 
+def reads_images(model: nn.Module) -> bool:
+    return model.main_input_name == "pixel_values"
+
+
 def image_shape(config: Any) -> tuple[int, int, int]:
     """(channels, height, width) of the images that a model takes."""
-    size = config.image_size
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", 224)  # ResNet takes any
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     return config.num_channels, height, width
 
@@ -165,14 +170,15 @@ def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: in
     config: Any = model.config
     weight = next(model.parameters())
     generator = torch.Generator().manual_seed(seed)
-    if hasattr(config, "image_size"):
+    if reads_images(model):
         pixels = torch.randn(batch_size, *image_shape(config), generator=generator)
         labels = torch.randint(config.num_labels, (batch_size,), generator=generator)
         return {"pixel_values": pixels.to(weight.device, weight.dtype), "labels": labels.to(weight.device)}
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if longest is not None and config.model_type in ("roberta", "xlm-roberta", "camembert"):
+    config = config.get_text_config()  # of Gemma 3, which takes images too
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or -1
+    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
         longest -= 2  # their position ids begin after the padding index
-    if longest is not None and sequence_length > longest and not getattr(config, "is_encoder_decoder", False):
+    if 0 < longest < sequence_length and not getattr(config, "is_encoder_decoder", False):  # XLNet's -1: no limit
         raise UsageError(f"--sequence-length must be at most {longest} for this model, got {sequence_length}")
     first, shape = first_word_id(config.vocab_size), (batch_size, sequence_length)
     ids = torch.randint(first, config.vocab_size, shape, generator=generator)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..anatomy.models import IGNORED_LABEL, MASKED_FRACTION, PRESETS, first_word_id, image_shape
+from ..anatomy.models import IGNORED_LABEL, MASKED_FRACTION, PRESETS, first_word_id, image_shape, reads_images
 from .catalog import Recipe
 
 Sample = dict[str, Any]
@@ -217,10 +217,10 @@ def make_data(name: str, model: nn.Module, sequence_length: int, n_held_out: int
     n_held_out: of long rows the text has fewer, and no more than half of them are held out.
     """
     config: Any = model.config
-    if hasattr(config, "image_size"):
+    if reads_images(model):
         held_out_images = Images(config, seed, _HELD_OUT_IMAGES_START)
         return Data(Images(config, seed), held_out_images, collate_images, "images", n_held_out)
-    tokenizer = _tokenizer(name)
+    config, tokenizer = config.get_text_config(), _tokenizer(name)
     paragraphs = prose()
     mask_id = first_word_id(config.vocab_size) - 1
     if tokenizer is None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from .. import anatomy, measure
 from ..anatomy import UsageError, format_bytes
+from ..anatomy.models import reads_images
 from ..measure import spread
 from ..patching.linear_loss import output_layer
 from .catalog import Method, Recipe, Setting, check_names
@@ -136,7 +137,7 @@ class Session:
             has_flash_attention=any(
                 getattr(source, name, False) for name in ("_supports_flash_attn", "_supports_flash_attn_2")
             ),
-            reads_text=not hasattr(source.config, "image_size"),
+            reads_text=not reads_images(source),
         )
 
     @property
