@@ -360,15 +360,10 @@ class Adam8bit(torch.optim.Optimizer):
         remaining = dict(saved)
         for ours, (group, keys, is_ours) in zip(self.param_groups, loaded, strict=True):
             for p, key in zip(ours["params"], keys, strict=True):
-                entry = remaining.get(key)
-                if entry is not None and not isinstance(entry, Mapping):
-                    got = type(entry).__name__
-                    raise ValueError(f"{where}: state of parameter {key} must be a dict, got {got}")
-                if not entry:
-                    remaining.pop(key, None)
-                    continue
-                which = f"{where}: state of parameter {key}"
-                state[p] = checked(which, p, remaining.pop(key), None if is_ours else group)
+                entry = remaining.pop(key, None)
+                if entry is not None and entry != {}:
+                    which = f"{where}: state of parameter {key}"
+                    state[p] = checked(which, p, entry, None if is_ours else group)
         if remaining:
             raise ValueError(
                 f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"
