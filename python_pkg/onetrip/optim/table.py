@@ -345,22 +345,18 @@ class StepTable:
         """In stream order, without waiting: from a pinned copy of its own, which torch keeps until it has been read."""
         if self.device.type != "cuda":
             return table.to(self.device)
-        if torch.cuda.is_current_stream_capturing():
-            pinned = self._reserved(table)
-            _CAPTURED.append((pinned,))
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing and table is self._tensors and self._spare is not None:
+            # torch 2.6 and 2.7 cannot allocate pinned memory under a capture. It changes the addresses of gradients,
+            # and nothing else; where more has changed, torch raises.
+            pinned, self._spare = self._spare.copy_(table), None
         else:
             pinned = table.pin_memory()
-            if table is self._tensors and self._spare is None:
-                self._spare = torch.empty_like(table, pin_memory=True)
+        if is_capturing:
+            _CAPTURED.append((pinned,))
+        elif table is self._tensors and self._spare is None:
+            self._spare = torch.empty_like(table, pin_memory=True)
         return pinned.to(self.device, non_blocking=True)
-
-    def _reserved(self, table: Tensor) -> Tensor:
-        """A pinned copy in memory from before the capture: torch 2.6 and 2.7 cannot allocate any under it. A capture
-        changes the addresses of gradients, and nothing else; where more has changed, torch raises."""
-        if table is not self._tensors or self._spare is None:
-            return table.pin_memory()
-        pinned, self._spare = self._spare.copy_(table), None
-        return pinned
 
     def sum_of_squares(self) -> Tensor:
         """Of all elements of the prepared gradients, whole ones where parameters are sharded: float64, 0-d."""
