@@ -293,47 +293,6 @@ def test_a_parameter_listed_twice_steps_once():
 
 
 @pytest.mark.promise("adam storage")
-def test_storage_that_is_replaced_between_steps_is_seen():
-    """Parameters, gradients and states each get new memory: .data =, .to(), a state_dict put back by hand."""
-    params, expected = make_params(), make_params()
-    optimizer, plain = AdamW8bit(params, lr=0.1), AdamW8bit(expected, lr=0.1)
-    for step in range(6):
-        train(plain, [step])
-        train(optimizer, [step])
-        for p in params:
-            if step == 0:
-                p.data = p.data.clone()
-            for key, value in optimizer.state[p].items():
-                if step == 1:
-                    value.data = value.data.clone()
-                if step == 2:
-                    optimizer.state[p][key] = value.clone()
-            if step == 3:
-                optimizer.state[p] = {key: value.clone() for key, value in optimizer.state[p].items()}
-        if step == 4:
-            entries = dict(optimizer.state)
-            optimizer.state.clear()
-            optimizer.state.update({p: dict(entry) for p, entry in entries.items()})
-    assert same(params, expected)
-
-
-def test_a_parameter_exchanged_in_its_list_has_a_state_of_its_own():
-    """As accelerate does for FSDP2: the group's list stays, or a new one comes, of the same length."""
-    for in_place in (True, False):
-        params, fresh = make_params([(4096,), (5000,)]), make_params([(4096,), (5000,)])
-        optimizer, alone = AdamW8bit(params, lr=0.1), AdamW8bit(fresh[1:], lr=0.1)
-        train(optimizer, range(2))
-        group = optimizer.param_groups[0]
-        group["params"] = group["params"] if in_place else list(group["params"])
-        new = group["params"][1] = torch.nn.Parameter(fresh[1].detach().clone())
-        set_grads(fresh, 2)
-        group["params"][0].grad, new.grad = fresh[0].grad, fresh[1].grad
-        optimizer.step()
-        alone.step()
-        assert same(new, fresh[1]) and steps_taken(optimizer.state[new]) == 1.0
-
-
-@pytest.mark.promise("adam storage")
 def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
     params = make_params([(4096,), (100,)])
     optimizer = AdamW8bit(params)
@@ -343,23 +302,6 @@ def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
         p.grad = None
     train(optimizer, range(2, 4))
     assert all(p.dtype == torch.bfloat16 and steps_taken(optimizer.state[p]) == 4.0 for p in params)
-
-
-def test_another_dtype_at_the_same_address_is_seen():
-    """Float32 gradients throughout, so that nothing but the parameter's dtype tells."""
-    memory = torch.randn(4096)
-    half = memory.to(torch.bfloat16)
-    p, q = torch.nn.Parameter(memory), torch.nn.Parameter(half.clone())
-    optimizer, plain = (AdamW8bit([each], weight_decay=0.0) for each in (p, q))
-    for step, value in enumerate((0.0, 0.5)):
-        if step == 1:
-            p.grad = None
-            p.data = memory.view(torch.bfloat16)[:4096].copy_(half)
-        for each in (p, q):
-            give_grad(each, torch.full((4096,), value))
-        optimizer.step()
-        plain.step()
-    assert same(p, q)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -429,27 +371,6 @@ def test_compiled_training_step_falls_back_to_eager_for_the_optimizer():
     torch.compile(lambda: optimizer.step(), backend="eager")()
     plain.step()
     assert same(params, expected)
-
-
-@pytest.mark.parametrize("key", ["exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale", "n_steps"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["another-tensor", "another-storage"])
-def test_a_state_tensor_that_is_exchanged_is_the_one_that_steps(in_place, key):
-    (p,), (q,) = ([torch.nn.Parameter(torch.ones(5000))] for _ in range(2))
-    exchanged, undisturbed = AdamW8bit([p]), AdamW8bit([q])
-    for _ in range(3):
-        p.grad = torch.randn(5000)
-        q.grad = p.grad.clone()
-        exchanged.step()
-        undisturbed.step()
-        before = exchanged.state[p][key].detach()
-        if in_place:
-            exchanged.state[p][key].data = before.clone()
-        else:
-            exchanged.state[p][key] = before.clone()
-        before.zero_()
-    for name, tensor in undisturbed.state[q].items():
-        assert torch.equal(exchanged.state[p][name], tensor), name
-    assert torch.equal(p, q)
 
 
 def test_a_gradient_lives_no_longer_than_its_parameters():
