@@ -302,6 +302,8 @@ def test_bitsandbytes_state_is_taken(block, wrapped):
     """C6: dequantised by its own map and blocks, then quantised; small tensors are float32 in both."""
     state, moments = bitsandbytes_state(block, wrapped)
     optimizer = AdamW8bit(make_params())
+    with rejected(optimizer, ValueError, "load_state_dict: .* got bitsandbytes'; call load_bitsandbytes_state_dict"):
+        optimizer.load_state_dict(state)
     optimizer.load_bitsandbytes_state_dict(through_torch_save(state))
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.25, (0.7, 0.9), 1e-6, 0.125)
