@@ -11,7 +11,7 @@ import onetrip
 import pytest
 import torch
 from onetrip.optim import Adam8bit, AdamW8bit
-from onetrip.reference.adam import BLOCK, largest_update
+from onetrip.reference.adam import BLOCK
 from optim_cases import bits_of, give_grad, make_params, same, set_grads, snapshot, steps_taken, train
 from torch import Tensor
 
@@ -193,14 +193,6 @@ def test_layout_changes_no_bit(layout, which):
     assert p.stride() == strides and same(p, q) and same(ours.state[p], plain.state[q])
 
 
-def test_negated_and_expanded_gradients():
-    p, q = make_params([(4096,)]), make_params([(4096,)])
-    for params, grad in ((p, torch._neg_view(torch.ones(1).expand(4096))), (q, -torch.ones(4096))):
-        params[0].grad = grad
-        AdamW8bit(params).step()
-    assert same(p, q)
-
-
 @pytest.mark.promise("adam B10, B11")
 def test_gradients_are_not_modified():
     """B11, with a gradient scale and maximize too."""
@@ -329,14 +321,6 @@ def test_dequantized_state_is_near_torchs_moments():
             assert torch.allclose(value, plain.state[q][key], rtol=0.06, atol=0.02 * largest)
     with pytest.raises(ValueError, match="dequantized_state: p must be a parameter that has taken a step"):
         optimizer.dequantized_state(theirs[0])
-
-
-def test_first_update_is_bounded_whatever_the_gradients():
-    """C_1 = 1: no element moves more than lr at the first step, eight decades of gradients in a block."""
-    p = torch.nn.Parameter(torch.zeros(8192))
-    p.grad = torch.randn(8192) * 10.0 ** torch.linspace(-6, 2, 8192)[torch.randperm(8192)]
-    AdamW8bit([p], lr=1.0).step()
-    assert largest_update(0.9, 0.999, 1) == pytest.approx(1.0) and float(p.detach().abs().max()) <= 1.0 + 1e-6
 
 
 @pytest.mark.promise("adam B9")
