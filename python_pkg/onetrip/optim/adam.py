@@ -252,9 +252,8 @@ class Adam8bit(torch.optim.Optimizer):
         for table in tables:
             table.prepare()
         self.state.update(new)
-        inside = {id(params[i]) for i in known}
         self._params, self._grouping = params, self._grouping_now()
-        self._outside = [i for i, p in enumerate(params) if id(p) not in inside]
+        self._outside = sorted(set(range(len(params))).difference(known))
         self._tables = tables
         self._entries = list(self.state.values())
 

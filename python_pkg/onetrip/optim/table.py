@@ -27,7 +27,7 @@ from .state import RESIDUAL, State, fields, keys_of, runs
 _LARGE = 4096
 """Elements. Of smaller states only the tensors are compared, not where they lie: their storages are kept alive."""
 _N_SCALARS = 12  # floats of struct AdamScalars
-_PARAM, _GRAD, _NUMEL, _COUNTER = 0, 1, 6, 7  # columns of AdamTensor in csrc/launch.h
+_GRAD, _NUMEL, _COUNTER = 1, 6, 7  # columns of AdamTensor in csrc/launch.h
 
 _CAPTURED: list[tuple[Tensor, ...]] = []
 """What CUDA graphs read and write at every replay. No one knows when the last replay is, so it is kept for good."""
@@ -49,7 +49,7 @@ class _Source(NamedTuple):
 
     part: Tensor  # the parameter, or this rank's part of it
     work: Tensor  # contiguous: part, or a copy of it
-    runs: list[tuple[int, int]]  # of its elements, a slot each
+    runs: list[tuple[int, int]]  # of its elements, a slot each; none where the parameter is the slot
 
 
 @cache
@@ -121,9 +121,7 @@ class StepTable:
         parts = [source.part for source in self._sources]
         _check_overlaps(function, parts)
         self.device = parts[0].device
-        self._is_plain = all(source.part is p for source, p in zip(self._sources, self._params, strict=True)) and all(
-            source.work is source.part for source in self._sources
-        )
+        self._is_plain = not any(source.runs for source in self._sources)
         self._host, self._host_counters = self._rows()
         self._kinds = [(slot.param.dtype, slot.exp_avg_scale is not None, slot.rounding) for slot in self.slots]
         self._storages = [value.untyped_storage() for state in self._states for value in state.values()]
