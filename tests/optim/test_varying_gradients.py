@@ -60,11 +60,13 @@ def tables(monkeypatch) -> list[list[Tensor]]:
     return built
 
 
+@pytest.mark.promise("Q10")
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32,), (torch.float32, torch.bfloat16, torch.float16)], ids=["f32", "mixed"]
 )
 def test_any_set_after_any_other(dtypes, tables):
-    """New parameters join for some steps; then every set is made from what is known."""
+    """Q10: None gradients; each counts its own steps. New parameters join for some steps; then every set is made from
+    what is known."""
     pair, generator = Pair(dtypes), random.Random(0)
     n = len(pair.params)
     for step in range(30):
