@@ -57,6 +57,11 @@ def whole(dtype: torch.dtype, operands: tuple[Tensor, ...], function: Callable[.
     return [loss.detach(), dhidden, *(mine(gradient).detach() for gradient in others)]
 
 
+def logits_loss(labels: Tensor, **options: Any) -> Callable[..., Tensor]:
+    """torch's loss of (hidden, weight, bias), by whole logits."""
+    return lambda h, w, b: unfused(functional.linear(h, w, b), labels, **options)
+
+
 def cotangent(loss: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).view(loss.shape)
 
@@ -75,10 +80,7 @@ def like_one_process(backend: str) -> None:
                 *leaves, labels = operands(dtype)
                 if "ignore_index" in options:
                     labels = labels.masked_fill(labels == -100, options["ignore_index"])
-
-                def torchs(h: Tensor, w: Tensor, b: Tensor, y: Tensor = labels, kw: Any = options) -> Tensor:
-                    return unfused(functional.linear(h, w, b), y, **kw)
-
+                torchs = logits_loss(labels, **options)
                 truth, expected = whole(torch.float64, leaves, torchs), whole(dtype, leaves, torchs)
                 for chunk_rows in (11, None):
                     found = sliced(leaves[0], leaves[1], labels, leaves[2], chunk_rows=chunk_rows, **options)
@@ -101,20 +103,16 @@ def special_values() -> None:
     """Large logits, impossible classes, ignored rows, rows that are spoilt; ignore_index may be a class."""
     hidden, weight, bias, labels = operands(torch.float32)
     shifted = (bias.detach() + 1e4).requires_grad_()
-    truth = whole(torch.float64, (hidden, weight, shifted), lambda h, w, b: unfused(functional.linear(h, w, b), labels))
-    theirs = whole(
-        torch.float32, (hidden, weight, shifted), lambda h, w, b: unfused(functional.linear(h, w, b), labels)
+    truth, theirs = (
+        whole(dtype, (hidden, weight, shifted), logits_loss(labels)) for dtype in (torch.float64, torch.float32)
     )
-    found = sliced(hidden, weight, labels, shifted)
-    for ours, other, exact in zip(found, theirs, truth, strict=True):
+    for ours, other, exact in zip(sliced(hidden, weight, labels, shifted), theirs, truth, strict=True):
         assert_like_torch(ours, other, exact, terms=42)
 
     impossible = bias.detach().clone()
     impossible[:160] = -torch.inf  # a whole slice of them
     late = labels.clamp(160).where(labels >= 0, labels)
-    truth = whole(
-        torch.float64, (hidden, weight, impossible), lambda h, w, b: unfused(functional.linear(h, w, b), late)
-    )
+    truth = whole(torch.float64, (hidden, weight, impossible), logits_loss(late))
     for ours, exact in zip(sliced(hidden, weight, late, impossible), truth, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-6)
 
@@ -139,11 +137,7 @@ def labels_that_the_host_does_not_know(backend: str) -> None:
     most = mine(weight).shape[0] if dist.get_rank() == 0 else -(-N_CLASSES // dist.get_world_size())
     part = Slice(dist.group.WORLD, dist.get_world_size(), dist.get_rank() * most, most, N_CLASSES)
     plan = CrossEntropyPlan(-100, label_smoothing=0.1)
-    truth = whole(
-        torch.float64,
-        (rows, weight, bias),
-        lambda h, w, b: unfused(functional.linear(h, w, b), labels, label_smoothing=0.1),
-    )
+    truth = whole(torch.float64, (rows, weight, bias), logits_loss(labels, label_smoothing=0.1))
     call = Linear(rows, mine(weight).detach(), mine(bias).detach(), labels, plan, backend, 11, None, part)
     loss, gradients, _ = reduced(call, True, (True, True, True))
     for ours, exact in zip((loss, *gradients), (truth[0], *(each * 2.0 for each in truth[1:])), strict=True):

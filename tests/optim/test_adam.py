@@ -11,7 +11,7 @@ import onetrip
 import pytest
 import torch
 from onetrip.optim import Adam8bit, AdamW8bit
-from onetrip.reference.adam import BLOCK, largest_update
+from onetrip.reference.adam import BLOCK
 from optim_cases import bits_of, give_grad, make_params, same, set_grads, snapshot, steps_taken, train
 from torch import Tensor
 
@@ -179,9 +179,7 @@ def test_layout_changes_no_bit(layout, which):
     """B3, B4: states are in the logical order whatever the layout of parameter and gradient."""
     torch.manual_seed(3)
     value, grads = strided_pairs()[layout], [strided_pairs()[layout] for _ in range(3)]
-    p = torch.nn.Parameter(value.clone(memory_format=torch.preserve_format) if which == "grad" else value)
-    if which == "grad":
-        p = torch.nn.Parameter(value.contiguous())
+    p = torch.nn.Parameter(value.contiguous() if which == "grad" else value)
     q = torch.nn.Parameter(value.contiguous().clone())
     ours, plain = AdamW8bit([p], lr=0.1), AdamW8bit([q], lr=0.1)
     strides = p.stride()
@@ -191,14 +189,6 @@ def test_layout_changes_no_bit(layout, which):
         ours.step()
         plain.step()
     assert p.stride() == strides and same(p, q) and same(ours.state[p], plain.state[q])
-
-
-def test_negated_and_expanded_gradients():
-    p, q = make_params([(4096,)]), make_params([(4096,)])
-    for params, grad in ((p, torch._neg_view(torch.ones(1).expand(4096))), (q, -torch.ones(4096))):
-        params[0].grad = grad
-        AdamW8bit(params).step()
-    assert same(p, q)
 
 
 @pytest.mark.promise("adam B10, B11")
@@ -211,26 +201,6 @@ def test_gradients_are_not_modified():
     optimizer.grad_scale = torch.tensor(8.0)
     optimizer.step()
     assert same([p.grad for p in params], grads)
-
-
-@pytest.mark.promise("Q10")
-def test_parameters_without_gradients_are_left_alone_and_later_join():
-    """Q10: frozen ones, None gradients, another set at each step; each counts its own steps."""
-    params, expected = make_params([(4096,), (5000,), (300,)]), make_params([(4096,), (5000,), (300,)])
-    params[2].requires_grad_(False)
-    optimizer = AdamW8bit(params, lr=0.1)
-    singles = [AdamW8bit([p], lr=0.1) for p in expected]
-    for step, present in enumerate([(0,), (0, 1), (1,), (), (0, 1)]):
-        set_grads(params, step)
-        set_grads(expected, step)
-        for i, p in enumerate(params):
-            if i not in present:
-                p.grad = None
-        optimizer.step()
-        for i in present:
-            singles[i].step()
-    assert same([p.detach() for p in params], [p.detach() for p in expected])
-    assert [steps_taken(optimizer.state[p]) for p in params[:2]] == [3.0, 3.0] and params[2] not in optimizer.state
 
 
 @pytest.mark.promise("Q10")
@@ -293,47 +263,6 @@ def test_a_parameter_listed_twice_steps_once():
 
 
 @pytest.mark.promise("adam storage")
-def test_storage_that_is_replaced_between_steps_is_seen():
-    """Parameters, gradients and states each get new memory: .data =, .to(), a state_dict put back by hand."""
-    params, expected = make_params(), make_params()
-    optimizer, plain = AdamW8bit(params, lr=0.1), AdamW8bit(expected, lr=0.1)
-    for step in range(6):
-        train(plain, [step])
-        train(optimizer, [step])
-        for p in params:
-            if step == 0:
-                p.data = p.data.clone()
-            for key, value in optimizer.state[p].items():
-                if step == 1:
-                    value.data = value.data.clone()
-                if step == 2:
-                    optimizer.state[p][key] = value.clone()
-            if step == 3:
-                optimizer.state[p] = {key: value.clone() for key, value in optimizer.state[p].items()}
-        if step == 4:
-            entries = dict(optimizer.state)
-            optimizer.state.clear()
-            optimizer.state.update({p: dict(entry) for p, entry in entries.items()})
-    assert same(params, expected)
-
-
-def test_a_parameter_exchanged_in_its_list_has_a_state_of_its_own():
-    """As accelerate does for FSDP2: the group's list stays, or a new one comes, of the same length."""
-    for in_place in (True, False):
-        params, fresh = make_params([(4096,), (5000,)]), make_params([(4096,), (5000,)])
-        optimizer, alone = AdamW8bit(params, lr=0.1), AdamW8bit(fresh[1:], lr=0.1)
-        train(optimizer, range(2))
-        group = optimizer.param_groups[0]
-        group["params"] = group["params"] if in_place else list(group["params"])
-        new = group["params"][1] = torch.nn.Parameter(fresh[1].detach().clone())
-        set_grads(fresh, 2)
-        group["params"][0].grad, new.grad = fresh[0].grad, fresh[1].grad
-        optimizer.step()
-        alone.step()
-        assert same(new, fresh[1]) and steps_taken(optimizer.state[new]) == 1.0
-
-
-@pytest.mark.promise("adam storage")
 def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
     params = make_params([(4096,), (100,)])
     optimizer = AdamW8bit(params)
@@ -343,23 +272,6 @@ def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
         p.grad = None
     train(optimizer, range(2, 4))
     assert all(p.dtype == torch.bfloat16 and steps_taken(optimizer.state[p]) == 4.0 for p in params)
-
-
-def test_another_dtype_at_the_same_address_is_seen():
-    """Float32 gradients throughout, so that nothing but the parameter's dtype tells."""
-    memory = torch.randn(4096)
-    half = memory.to(torch.bfloat16)
-    p, q = torch.nn.Parameter(memory), torch.nn.Parameter(half.clone())
-    optimizer, plain = (AdamW8bit([each], weight_decay=0.0) for each in (p, q))
-    for step, value in enumerate((0.0, 0.5)):
-        if step == 1:
-            p.grad = None
-            p.data = memory.view(torch.bfloat16)[:4096].copy_(half)
-        for each in (p, q):
-            give_grad(each, torch.full((4096,), value))
-        optimizer.step()
-        plain.step()
-    assert same(p, q)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -387,14 +299,6 @@ def test_dequantized_state_is_near_torchs_moments():
             assert torch.allclose(value, plain.state[q][key], rtol=0.06, atol=0.02 * largest)
     with pytest.raises(ValueError, match="dequantized_state: p must be a parameter that has taken a step"):
         optimizer.dequantized_state(theirs[0])
-
-
-def test_first_update_is_bounded_whatever_the_gradients():
-    """C_1 = 1: no element moves more than lr at the first step, eight decades of gradients in a block."""
-    p = torch.nn.Parameter(torch.zeros(8192))
-    p.grad = torch.randn(8192) * 10.0 ** torch.linspace(-6, 2, 8192)[torch.randperm(8192)]
-    AdamW8bit([p], lr=1.0).step()
-    assert largest_update(0.9, 0.999, 1) == pytest.approx(1.0) and float(p.detach().abs().max()) <= 1.0 + 1e-6
 
 
 @pytest.mark.promise("adam B9")
@@ -429,27 +333,6 @@ def test_compiled_training_step_falls_back_to_eager_for_the_optimizer():
     torch.compile(lambda: optimizer.step(), backend="eager")()
     plain.step()
     assert same(params, expected)
-
-
-@pytest.mark.parametrize("key", ["exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale", "n_steps"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["another-tensor", "another-storage"])
-def test_a_state_tensor_that_is_exchanged_is_the_one_that_steps(in_place, key):
-    (p,), (q,) = ([torch.nn.Parameter(torch.ones(5000))] for _ in range(2))
-    exchanged, undisturbed = AdamW8bit([p]), AdamW8bit([q])
-    for _ in range(3):
-        p.grad = torch.randn(5000)
-        q.grad = p.grad.clone()
-        exchanged.step()
-        undisturbed.step()
-        before = exchanged.state[p][key].detach()
-        if in_place:
-            exchanged.state[p][key].data = before.clone()
-        else:
-            exchanged.state[p][key] = before.clone()
-        before.zero_()
-    for name, tensor in undisturbed.state[q].items():
-        assert torch.equal(exchanged.state[p][name], tensor), name
-    assert torch.equal(p, q)
 
 
 def test_a_gradient_lives_no_longer_than_its_parameters():

@@ -55,18 +55,6 @@ def test_a_gradient_of_any_make_is_its_values(make, backend, stepped):
     assert same(snapshot(ours), snapshot(plain))
 
 
-def test_zeros_without_memory_come_and_go():
-    ours, plain = AdamW8bit(make_params()), AdamW8bit(make_params())
-    for step, is_zero in enumerate((False, True, True, False, True)):
-        for optimizer in (ours, plain):
-            params = optimizer.param_groups[0]["params"]
-            set_grads(params, step)
-            if is_zero:
-                params[0].grad = torch._efficientzerotensor(64, 100) if optimizer is ours else torch.zeros(64, 100)
-            optimizer.step()
-    assert same(snapshot(ours), snapshot(plain))
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_backward_through_what_a_step_has_overwritten_raises(layout):
     """As with torch.optim: the saved parameter is no longer the one that the loss was computed from."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.optim import Adam8bit, AdamW8bit
-from optim_cases import bits_of, make_params, same, set_grads, snapshot, steps_taken, train, trained
+from optim_cases import bits_of, make_params, rejected, same, set_grads, snapshot, steps_taken, train, trained
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
 
@@ -117,10 +117,8 @@ def test_a_checkpoint_that_lost_a_state_is_told_from_one_that_never_had_it(loss)
     else:
         state["state"][0] = {}
     optimizer = trained()
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=r"AdamW8bit.load_state_dict: state must have the 5 entries .*, got 4"):
+    with rejected(optimizer, ValueError, r"AdamW8bit.load_state_dict: state must have the 5 entries .*, got 4"):
         optimizer.load_state_dict(state)
-    assert same(snapshot(optimizer), before)
     del state["n_states"]  # on purpose then, as one resets a parameter; and as torch's own are
     optimizer.load_state_dict(state)
     assert 0 not in optimizer.state_dict()["state"]
@@ -231,10 +229,8 @@ def test_damaged_checkpoints_change_nothing(damage, message):
     state = copy.deepcopy(trained(steps=4).state_dict())
     damage(state)
     optimizer = trained()
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=message) as caught:
+    with rejected(optimizer, ValueError, f"^AdamW8bit.*{message}"):
         optimizer.load_state_dict(state)
-    assert "AdamW8bit" in str(caught.value) and same(snapshot(optimizer), before)
 
 
 @pytest.mark.promise("C6")
@@ -271,10 +267,8 @@ def test_state_of_torchs_other_adams_is_refused():
         if cls is torch.optim.Adam and "decoupled_weight_decay" not in theirs.param_groups[0]:
             continue  # torch 2.6
         ours = trained()
-        before = snapshot(ours)
-        with pytest.raises(ValueError, match=message):
+        with rejected(ours, ValueError, message):
             ours.load_state_dict(theirs.state_dict())
-        assert same(snapshot(ours), before)
 
 
 def bitsandbytes_state(block: int, wrapped: bool) -> tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -308,6 +302,8 @@ def test_bitsandbytes_state_is_taken(block, wrapped):
     """C6: dequantised by its own map and blocks, then quantised; small tensors are float32 in both."""
     state, moments = bitsandbytes_state(block, wrapped)
     optimizer = AdamW8bit(make_params())
+    with rejected(optimizer, ValueError, "load_state_dict: .* got bitsandbytes'; call load_bitsandbytes_state_dict"):
+        optimizer.load_state_dict(state)
     optimizer.load_bitsandbytes_state_dict(through_torch_save(state))
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.25, (0.7, 0.9), 1e-6, 0.125)
@@ -355,7 +351,5 @@ def test_damaged_bitsandbytes_state_changes_nothing():
         state, _ = bitsandbytes_state(256, wrapped=False)
         damage(state)
         optimizer = trained()
-        before = snapshot(optimizer)
-        with pytest.raises(ValueError, match=message):
+        with rejected(optimizer, ValueError, message):
             optimizer.load_bitsandbytes_state_dict(state)
-        assert same(snapshot(optimizer), before)

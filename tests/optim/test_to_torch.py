@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.optim import Adam8bit, AdamW8bit, checkpoint
+from onetrip.optim import Adam8bit, AdamW8bit
 from optim_cases import make_params, same, set_grads, train, trained
 
 WAYS = pytest.mark.parametrize(
@@ -42,13 +42,6 @@ def test_torch_does_not_read_codes_as_moments(torch_cls: Any, way: dict[str, boo
     assert same([p.detach() for p in theirs.param_groups[0]["params"]], before)
 
 
-def test_torch_does_not_read_codes_of_a_safetensors_file(tmp_path) -> None:
-    ours = trained()
-    ours.save_safetensors(tmp_path / "file")
-    with pytest.raises(KeyError, match="step"):
-        torch.optim.AdamW(copies(ours)).load_state_dict(checkpoint.load(tmp_path / "file"))
-
-
 def test_torch_does_not_read_codes_of_a_distributed_checkpoint(tmp_path) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -78,6 +71,7 @@ def test_torch_continues_from_state_dict_for_torch(cls, torch_cls, dtype, way) -
     ours = cls(make_params(dtype=dtype), lr=0.0625, betas=(0.7, 0.9), eps=1e-4, weight_decay=0.125)
     train(ours, range(4))
     state = copy.deepcopy(ours.state_dict_for_torch())
+    assert all(value.dtype == torch.float32 for entry in state["state"].values() for value in entry.values())
     state["param_groups"][0] |= way
     file = io.BytesIO()
     torch.save(state, file)
@@ -97,26 +91,6 @@ def test_torch_continues_from_state_dict_for_torch(cls, torch_cls, dtype, way) -
         train(theirs, range(4, 5))
         for p, q in zip(ours.param_groups[0]["params"], group["params"], strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-@WAYS
-def test_torch_continues_within_the_error_of_quantisation(way) -> None:
-    """Twenty more steps: as far from exact AdamW's as ours."""
-    exact = torch.optim.AdamW(make_params(), lr=1e-2, **way)
-    ours = AdamW8bit(make_params(), lr=1e-2)
-    train(exact, range(20))
-    train(ours, range(20))
-    theirs = torch.optim.AdamW(copies(ours), lr=1e-2, **way)
-    state = ours.state_dict_for_torch()
-    state["param_groups"][0] |= way
-    theirs.load_state_dict(state)
-    for optimizer in (exact, ours, theirs):
-        train(optimizer, range(20, 40))
-    triples = zip(*(o.param_groups[0]["params"] for o in (exact, ours, theirs)), strict=True)
-    for truth, p, q in triples:
-        if truth.numel():
-            error, wanted = float((q - truth).detach().norm()), float((p - truth).detach().norm())
-            assert error <= 1.5 * wanted + 1e-4 * truth.numel() ** 0.5
 
 
 def test_moments_for_torch_are_copies_laid_out_as_their_parameter() -> None:
@@ -143,16 +117,6 @@ def test_32_bit_states_are_torchs_own() -> None:
     train(theirs, range(3, 6))
     for p, q in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_there_and_back() -> None:
-    """Through torch's format and into an 8-bit optimizer again: quantised twice."""
-    source = trained()
-    target = AdamW8bit(make_params())
-    target.load_state_dict(source.state_dict_for_torch())
-    for p, q in zip(source.param_groups[0]["params"], target.param_groups[0]["params"], strict=True):
-        for a, b in zip(source.dequantized_state(p), target.dequantized_state(q), strict=True):
-            assert torch.allclose(a, b, rtol=0.06, atol=0.02 * float(a.abs().max()) if a.numel() else 0.0)
 
 
 def test_a_parameter_without_state_has_none_for_torch() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from onetrip.optim import AdamW8bit
 from torch import Tensor
@@ -64,6 +66,15 @@ def snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """Copies of the parameters, and of the whole state."""
     params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     return params, copy.deepcopy(optimizer.state_dict())
+
+
+@contextmanager
+def rejected(optimizer: torch.optim.Optimizer, error: type[Exception], message: str) -> Iterator[None]:
+    """What happens here raises the error, and changes neither parameters nor states."""
+    before = snapshot(optimizer)
+    with pytest.raises(error, match=message):
+        yield
+    assert same(snapshot(optimizer), before)
 
 
 def _bits(tensor: Tensor) -> Tensor:

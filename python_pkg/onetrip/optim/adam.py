@@ -252,9 +252,8 @@ class Adam8bit(torch.optim.Optimizer):
         for table in tables:
             table.prepare()
         self.state.update(new)
-        inside = {id(params[i]) for i in known}
         self._params, self._grouping = params, self._grouping_now()
-        self._outside = [i for i, p in enumerate(params) if id(p) not in inside]
+        self._outside = sorted(set(range(len(params))).difference(known))
         self._tables = tables
         self._entries = list(self.state.values())
 
@@ -360,15 +359,10 @@ class Adam8bit(torch.optim.Optimizer):
         remaining = dict(saved)
         for ours, (group, keys, is_ours) in zip(self.param_groups, loaded, strict=True):
             for p, key in zip(ours["params"], keys, strict=True):
-                entry = remaining.get(key)
-                if entry is not None and not isinstance(entry, Mapping):
-                    got = type(entry).__name__
-                    raise ValueError(f"{where}: state of parameter {key} must be a dict, got {got}")
-                if not entry:
-                    remaining.pop(key, None)
-                    continue
-                which = f"{where}: state of parameter {key}"
-                state[p] = checked(which, p, remaining.pop(key), None if is_ours else group)
+                entry = remaining.pop(key, None)
+                if entry is not None and entry != {}:
+                    which = f"{where}: state of parameter {key}"
+                    state[p] = checked(which, p, entry, None if is_ours else group)
         if remaining:
             raise ValueError(
                 f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"

@@ -132,21 +132,9 @@ class Options:
         return Group(lr, beta1, beta2, group["eps"], group["weight_decay"], self._decoupled, group["maximize"])
 
 
-class _Same:
-    """Equal to itself only: a tensor on a device, which no comparison may read. It keeps the tensor alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._tensor is self._tensor
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
     lr = group["lr"]
-    if isinstance(lr, Tensor):
-        lr = lr.item() if lr.device.type == "cpu" and lr.numel() == 1 else _Same(lr)
+    if isinstance(lr, Tensor):  # one on a device is not read: which it is, as its Group keeps it alive
+        lr = lr.item() if lr.device.type == "cpu" and lr.numel() == 1 else ("id", id(lr))
     values = (lr, *[group[key] for key in _KEYS])
     return values + tuple(map(type, values))  # 8.0 == 8

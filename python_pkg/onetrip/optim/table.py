@@ -27,7 +27,7 @@ from .state import RESIDUAL, State, fields, keys_of, runs
 _LARGE = 4096
 """Elements. Of smaller states only the tensors are compared, not where they lie: their storages are kept alive."""
 _N_SCALARS = 12  # floats of struct AdamScalars
-_PARAM, _GRAD, _NUMEL, _COUNTER = 0, 1, 6, 7  # columns of AdamTensor in csrc/launch.h
+_GRAD, _NUMEL, _COUNTER = 1, 6, 7  # columns of AdamTensor in csrc/launch.h
 
 _CAPTURED: list[tuple[Tensor, ...]] = []
 """What CUDA graphs read and write at every replay. No one knows when the last replay is, so it is kept for good."""
@@ -49,51 +49,31 @@ class _Source(NamedTuple):
 
     part: Tensor  # the parameter, or this rank's part of it
     work: Tensor  # contiguous: part, or a copy of it
-    runs: list[tuple[int, int]]  # of its elements, a slot each
-
-
-class _Selection(NamedTuple):
-    """The members that have gradients, and what was seen of them."""
-
-    members: list[int]
-    states: list[State]
-    values: list[Tensor]
-    """The tensors of the states, one state after the other."""
-    large: list[Tensor]
-    large_addresses: bytes
-    parts: tuple[bytes, bytes]
-    """Layouts and addresses."""
-
-
-Look = Any  # a TensorLook (csrc/tensor_look.h), or _python_look
+    runs: list[tuple[int, int]]  # of its elements, a slot each; none where the parameter is the slot
 
 
 @cache
-def _native_look() -> Look:
+def _native_look() -> Any:
+    """A TensorLook (csrc/tensor_look.h), None without the native library."""
     library = native()
     return None if library is None else library.tensor_look(Tensor, torch.nn.Parameter)
 
 
-def _python_look(tensors: list[Any]) -> tuple[bytes, bytes]:
-    """Raises RuntimeError or NotImplementedError for tensors that are not dense."""
+def _look(tensors: list[Any]) -> tuple[bytes, bytes]:
+    """(layouts, addresses) of tensors, 8 bytes for each, 0 for None. Equal layouts mean the same dtype, device, shape
+    and strides. Raises RuntimeError or NotImplementedError for tensors that are not dense."""
+    reader = _native_look()
+    if reader is not None and (found := reader(tensors)) is not None:
+        return found
     layouts = [
         0 if t is None else hash((t.dtype, t.device, t.shape, t.stride(), t.is_neg(), t._is_zerotensor()))
         for t in tensors
     ]
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    return array("q", layouts).tobytes(), array("q", addresses).tobytes()
+    return array("q", layouts).tobytes(), _addresses(tensors)
 
 
-def _look_for(tensors: list[Any]) -> Look:
-    """A function that returns the layouts and addresses of tensors such as these, 8 bytes for each tensor, 0 for None.
-    Equal layouts mean the same dtype, device, shape and strides."""
-    reader = _native_look()
-    return reader if reader is not None and reader(tensors) is not None else _python_look
-
-
-def _taken(values: bytes, rows: Sequence[int]) -> bytes:
-    numbers = array("q", values)
-    return array("q", [numbers[i] for i in rows]).tobytes()
+def _addresses(tensors: Iterable[Any]) -> bytes:
+    return array("q", [0 if t is None else t.data_ptr() for t in tensors]).tobytes()
 
 
 def _same_values(states: list[State], values: list[Tensor]) -> bool:
@@ -141,27 +121,17 @@ class StepTable:
         parts = [source.part for source in self._sources]
         _check_overlaps(function, parts)
         self.device = parts[0].device
-        self._is_plain = all(source.part is p for source, p in zip(self._sources, self._params, strict=True)) and all(
-            source.work is source.part for source in self._sources
-        )
+        self._is_plain = not any(source.runs for source in self._sources)
         self._host, self._host_counters = self._rows()
-        kinds = [(slot.param.dtype, slot.exp_avg_scale is not None, slot.rounding) for slot in self.slots]
-        self._kinds = sorted(set(kinds), key=str)
-        number = {kind: i for i, kind in enumerate(self._kinds)}
-        kind_of = [number[kind] for kind in kinds]
-        self._kind_of = torch.tensor(kind_of, dtype=torch.int64)
+        self._kinds = [(slot.param.dtype, slot.exp_avg_scale is not None, slot.rounding) for slot in self.slots]
         self._storages = [value.untyped_storage() for state in self._states for value in state.values()]
-        self._look = _look_for(parts + list(chain.from_iterable(state.values() for state in self._states)))
-        self._parts = self._seen(parts)
+        self._parts = _look(parts)
         self._values = [list(state.values()) for state in self._states]
         self._addresses = [
-            self._seen(values)[1] if part.numel() >= _LARGE else b""
+            _addresses(values) if part.numel() >= _LARGE else b""
             for values, part in zip(self._values, parts, strict=True)
         ]
         self._select(list(range(len(members))))
-
-    def _seen(self, tensors: list[Any]) -> tuple[bytes, bytes]:
-        return self._look(tensors) or (b"", b"")
 
     @classmethod
     def of_slots(cls, slots: Sequence[Slot]) -> StepTable:
@@ -238,22 +208,18 @@ class StepTable:
 
     def _select(self, members: list[int]) -> None:
         """Makes these members the ones that step; the tables for them follow with their gradients."""
-        states = [self._states[i] for i in members]
-        self._selected = _Selection(
-            members,
-            states,
-            list(chain.from_iterable(self._values[i] for i in members)),
-            [value for i in members if self._addresses[i] for value in self._values[i]],
-            b"".join(self._addresses[i] for i in members),
-            tuple(_taken(seen, members) for seen in self._parts),  # type: ignore[arg-type]
-        )
+        self._members = members
         self._selects_all = len(members) == len(self._params)
         self._selected_params = [self._params[i] for i in members]
+        self._selected_states = [self._states[i] for i in members]
+        self._selected_values = list(chain.from_iterable(self._values[i] for i in members))
+        self._large = [value for i in members if self._addresses[i] for value in self._values[i]]
+        self._large_addresses = b"".join(self._addresses[i] for i in members)
         self._copied = [s for s in (self._sources[i] for i in members) if s.work is not s.part]
-        rows = torch.tensor([slot for i in members for slot in self._slots_of[i]], dtype=torch.int64)
-        self._tensors, self._selected_kinds = self._host[rows], self._kind_of[rows]
+        rows = [slot for i in members for slot in self._slots_of[i]]
+        self._selected_slots, self._selected_kinds = [self.slots[i] for i in rows], [self._kinds[i] for i in rows]
+        self._tensors = self._host[rows]
         counters, self._tensors[:, _COUNTER] = self._tensors[:, _COUNTER].unique(return_inverse=True)
-        self._selected_slots = [self.slots[i] for i in rows.tolist()]
         self._spare: Tensor | None = None  # pinned, for the next capture of a CUDA graph
         on_device = self._to_device(self._host_counters[counters])
         self.tables = AdamTables(
@@ -264,7 +230,8 @@ class StepTable:
             counters=on_device,
             scalars=torch.empty(len(counters), _N_SCALARS, dtype=torch.float32, device=self.device),
         )
-        self._grad_layouts = self._ready_layouts = self._grad_addresses = b""
+        self._grad_dtypes: list[torch.dtype] = []
+        self._ready_layouts = self._grad_addresses = b""
 
     def prepare(self, grads: list[Any] | None = None) -> bool:
         """Brings the tables up to date with the members' gradients, None for members that do not step now.
@@ -272,65 +239,62 @@ class StepTable:
         grads: the parameters' own by default. False: a member or its state has changed, and a new table is needed.
         Raises for wrong gradients, before anything has changed.
         """
-        parts = None
-        layouts, addresses = b"", b""
-        if grads is None and self._ready_layouts and self._selects_all and self._look is not _python_look:
-            grads, parts, (layouts, addresses) = self._look.with_grads(self._params) or (None, None, (b"", b""))
-        if grads is None:
-            grads = [p.grad for p in self._params]
-        if self._ready_layouts and not layouts:
-            with suppress(RuntimeError, NotImplementedError):  # sparse
-                layouts, addresses = self._seen(grads)
+        grads, parts, (layouts, addresses) = self._seen(grads)
         if not layouts or layouts != self._ready_layouts:
-            return self._prepare_anew(grads)
+            return self._prepare_anew(grads, parts, layouts)
         if not self._same_members(parts):
             return False
         if self._selects_all:
             self._slot_grads = grads
         else:
             self._slot_grads = [grad for grad in grads if grad is not None]
-            addresses = _taken(addresses, self._selected.members)
-        if addresses != self._grad_addresses:
-            self._point_at(addresses)
+            addresses = _addresses(self._slot_grads)
+        self._point_at(addresses)
         return True
 
-    def _prepare_anew(self, grads: list[Any]) -> bool:
+    def _seen(self, grads: list[Any] | None) -> tuple[list[Any], tuple[bytes, bytes], tuple[bytes, bytes]]:
+        """(gradients, what is seen of the members' parts, what is seen of the gradients: nothing where they have to be
+        checked one by one)."""
+        if grads is None and self._is_plain and (reader := _native_look()) is not None:
+            found = reader.with_grads(self._params)
+            if found is not None:
+                return found
+        if grads is None:
+            grads = [p.grad for p in self._params]
+        if not self._is_plain:
+            return grads, _look(list(map(sharding.local, self._params))), (b"", b"")
+        of_grads = b"", b""
+        with suppress(RuntimeError, NotImplementedError):  # sparse
+            of_grads = _look(grads)
+        return grads, _look(self._params), of_grads
+
+    def _prepare_anew(self, grads: list[Any], parts: tuple[bytes, bytes], layouts: bytes) -> bool:
         """prepare for other members than before, or for gradients that have to be checked one by one."""
         present = [i for i, grad in enumerate(grads) if grad is not None]
         if not present:
             self._slot_grads = []
             return True
-        if present != self._selected.members:
+        if present != self._members:
             self._select(present)
-        if not self._same_members():
+        if not self._same_members(parts):
             return False
         self._slot_grads = list(chain.from_iterable(self._checked(i, grads[i]) for i in present))
-        self._take(grads)
+        dtypes = [grad.dtype for grad in self._slot_grads]
+        if dtypes != self._grad_dtypes:
+            self._sort(dtypes)
+        self._point_at(_addresses(self._slot_grads))
+        # Where they are the members' own, those with the same layouts need no such check.
+        given = [grads[i] for i in present]
+        as_given = self._is_plain and all(map(is_, given, self._slot_grads))
+        self._ready_layouts = layouts if as_given else b""
         return True
 
-    def _take(self, grads: list[Any]) -> None:
-        """The gradients of slots that were checked one by one. If they are the members' as they are, those with the
-        same layouts need no such check."""
-        layouts, addresses = _look_for(self._slot_grads)(self._slot_grads) or (b"", b"")
-        if layouts != self._grad_layouts:
-            self._sort([grad.dtype for grad in self._slot_grads])
-            self._grad_layouts = layouts
-        if addresses != self._grad_addresses:
-            self._point_at(addresses)
-        given = [grad for grad in grads if grad is not None]
-        as_given = self._is_plain and all(map(is_, given, self._slot_grads))
-        self._ready_layouts = self._seen(grads)[0] if as_given else b""
-
-    def _same_members(self, parts: tuple[bytes, bytes] | None = None) -> bool:
-        """parts: what is seen of the selected members' parts, where that is known."""
-        selected = self._selected
-        if parts is None:
-            params = self._selected_params
-            parts = self._seen(params if self._is_plain else list(map(sharding.local, params)))
+    def _same_members(self, parts: tuple[bytes, bytes]) -> bool:
+        """parts: what is seen of the members' parts."""
         return (
-            parts == selected.parts
-            and _same_values(selected.states, selected.values)
-            and self._seen(selected.large)[1] == selected.large_addresses
+            parts == self._parts
+            and _same_values(self._selected_states, self._selected_values)
+            and _look(self._large)[1] == self._large_addresses
         )
 
     def _checked(self, i: int, grad: Tensor) -> Iterable[Tensor]:
@@ -354,54 +318,43 @@ class StepTable:
 
     def _sort(self, grad_dtypes: list[torch.dtype]) -> None:
         """The chunks of each kind, next to each other."""
-        of_grads = sorted(set(grad_dtypes), key=str)
-        keys = self._selected_kinds * len(of_grads)
-        if len(of_grads) > 1:
-            number = {dtype: i for i, dtype in enumerate(of_grads)}
-            keys = keys + torch.tensor([number[dtype] for dtype in grad_dtypes], dtype=torch.int64)
-        keys[self._tensors[:, _NUMEL] == 0] = len(self._kinds) * len(of_grads)  # after all others, and cut off
-        keys, order = keys.sort(stable=True)
-        keys, n_tensors = keys.unique_consecutive(return_counts=True)
-        n_chunks = (self._tensors[order, _NUMEL] + CHUNK - 1) // CHUNK
-        ends = n_chunks.cumsum(0)
-        first = torch.arange(int(n_chunks.sum())) - torch.repeat_interleave(ends - n_chunks, n_chunks)
-        chunks = torch.stack((torch.repeat_interleave(order, n_chunks), first * CHUNK), dim=1).contiguous()
-        kinds, begin = [], 0
-        for key, last in zip(keys.tolist(), n_tensors.cumsum(0).tolist(), strict=True):
-            end = int(ends[last - 1])
-            if end > begin:
-                kind, of_grad = divmod(key, len(of_grads))
-                param_dtype, is_8bit, rounding = self._kinds[kind]
-                kinds.append(Kind(param_dtype, of_grads[of_grad], is_8bit, rounding, begin, end - begin))
-            begin = end
-        self.tables = self.tables._replace(chunks=self._to_device(chunks), kinds=tuple(kinds))
+        rows_of: dict[Any, list[int]] = {}
+        for row, kind in enumerate(zip(self._selected_kinds, grad_dtypes, strict=True)):
+            rows_of.setdefault(kind, []).append(row)
+        chunks, kinds, n_before = [], [], 0
+        for ((param_dtype, is_8bit, rounding), grad_dtype), rows in rows_of.items():
+            n_chunks = (self._tensors[rows, _NUMEL] + CHUNK - 1) // CHUNK
+            first = torch.arange(int(n_chunks.sum())) - (n_chunks.cumsum(0) - n_chunks).repeat_interleave(n_chunks)
+            chunks.append(torch.stack((torch.tensor(rows).repeat_interleave(n_chunks), first * CHUNK), dim=1))
+            if n_of_kind := len(first):
+                kinds.append(Kind(param_dtype, grad_dtype, is_8bit, rounding, n_before, n_of_kind))
+                n_before += n_of_kind
+        self.tables = self.tables._replace(chunks=self._to_device(torch.cat(chunks)), kinds=tuple(kinds))
+        self._grad_dtypes = grad_dtypes
 
     def _point_at(self, addresses: bytes) -> None:
         """addresses: of the slots' gradients."""
-        self._tensors[:, _GRAD] = torch.frombuffer(bytearray(addresses), dtype=torch.int64)
-        self.tables = self.tables._replace(tensors=self._to_device(self._tensors))
-        self._grad_addresses = addresses
+        if addresses != self._grad_addresses:
+            self._tensors[:, _GRAD] = torch.frombuffer(bytearray(addresses), dtype=torch.int64)
+            self.tables = self.tables._replace(tensors=self._to_device(self._tensors))
+            self._grad_addresses = addresses
 
     def _to_device(self, table: Tensor) -> Tensor:
         """In stream order, without waiting: from a pinned copy of its own, which torch keeps until it has been read."""
         if self.device.type != "cuda":
             return table.to(self.device)
-        if torch.cuda.is_current_stream_capturing():
-            pinned = self._reserved(table)
-            _CAPTURED.append((pinned,))
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing and table is self._tensors and self._spare is not None:
+            # torch 2.6 and 2.7 cannot allocate pinned memory under a capture. It changes the addresses of gradients,
+            # and nothing else; where more has changed, torch raises.
+            pinned, self._spare = self._spare.copy_(table), None
         else:
             pinned = table.pin_memory()
-            if table is self._tensors and self._spare is None:
-                self._spare = torch.empty_like(table, pin_memory=True)
+        if is_capturing:
+            _CAPTURED.append((pinned,))
+        elif table is self._tensors and self._spare is None:
+            self._spare = torch.empty_like(table, pin_memory=True)
         return pinned.to(self.device, non_blocking=True)
-
-    def _reserved(self, table: Tensor) -> Tensor:
-        """A pinned copy in memory from before the capture: torch 2.6 and 2.7 cannot allocate any under it. A capture
-        changes the addresses of gradients, and nothing else; where more has changed, torch raises."""
-        if table is not self._tensors or self._spare is None:
-            return table.pin_memory()
-        pinned, self._spare = self._spare.copy_(table), None
-        return pinned
 
     def sum_of_squares(self) -> Tensor:
         """Of all elements of the prepared gradients, whole ones where parameters are sharded: float64, 0-d."""
@@ -409,7 +362,7 @@ class StepTable:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         if self._is_plain:
             return sum_of_squares(self.tables, self._slot_grads)
-        params = [self._params[i] for i in self._selected.members for _ in self._slots_of[i]]
+        params = [self._params[i] for i in self._members for _ in self._slots_of[i]]
         return sharding.sum_over_ranks(params, sums_of_squares(self.tables, self._slot_grads))
 
     def launch(
