@@ -26,10 +26,11 @@ EMULATE = {
 }
 """Compiled for sm_90, and its machine code run on the CPU: see triton_machine.py."""
 
-# How this process runs cases, where it does.
+# How this process runs cases: with Triton, or with the CPU kernels those that are not Triton's alone.
+RUNS_TRITON = "TRITON_INTERPRET" in os.environ
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = os.environ.get("ONETRIP_TRITON_MACHINE") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
+DEVICE = torch.device("cuda" if RUNS_TRITON and not (INTERPRETED or EMULATED) else "cpu")
 
 
 def memory_past_2_to_the_31() -> tuple[torch.Tensor, int]:
