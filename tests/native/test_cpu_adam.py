@@ -11,7 +11,6 @@ import torch
 from adam_cases import (
     ADAMW,
     BF16,
-    DTYPE_IDS,
     F16,
     F32,
     assert_same_bits,
@@ -26,6 +25,7 @@ from onetrip.ops.common.backends import use_backend
 from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Slot
+from pairwise import short
 from torch import Tensor
 
 library = native_library()
@@ -40,7 +40,7 @@ SIZES = (1, 127, 128, 129, 4095, 4096, 4097, 40_003)
 BITS = pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=short)
 def test_sum_of_squares(level, dtype):
     table, grads = StepTable.of_slots(new_slots(SIZES, F32, True)), gradients(SIZES, dtype, 0)
     with use_backend("cpu"):

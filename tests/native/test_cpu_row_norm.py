@@ -12,7 +12,6 @@ from cpu_cases import (
     F16,
     F32,
     NORM_IDS,
-    dtype_id,
     normal,
     same_bits,
 )
@@ -22,7 +21,7 @@ from onetrip.ops.common.backends import native as native_library
 from onetrip.reference import row_norm as reference
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands
-from pairwise import pairwise
+from pairwise import pairwise, short
 from torch import Tensor
 
 library = native_library()
@@ -98,7 +97,7 @@ def test_forward_and_backward_at_every_width(level, n_cols, norm, p):
         check_backward(dy, None, z, mean, rstd, None, RNG, plan, (F32, None, None, F32, None))
 
 
-@pytest.mark.parametrize("z_dtype", [F32, F16, BF16], ids=lambda d: f"z_{dtype_id(d)}")
+@pytest.mark.parametrize("z_dtype", [F32, F16, BF16], ids=lambda d: f"z_{short(d)}")
 @pytest.mark.parametrize(
     "x_and_residual",
     list(itertools.product([F32, F16, BF16], [F32, F16, BF16, None])),
@@ -134,7 +133,7 @@ def test_every_mix_of_dtypes(level, x_and_residual, z_dtype):
     check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, grads)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=dtype_id)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=short)
 @pytest.mark.parametrize("norm", [NORM_LAYER, NORM_RMS], ids=NORM_IDS.get)
 def test_norm_alone_stores_no_z(level, norm, dtype):
     x, weight = normal(33, 200, dtype=dtype), normal(200, dtype=dtype, seed=1)
@@ -146,7 +145,7 @@ def test_norm_alone_stores_no_z(level, norm, dtype):
     )
 
 
-@pytest.mark.parametrize("x_dtype", [F32, F16, BF16], ids=lambda d: f"x_{dtype_id(d)}")
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16], ids=lambda d: f"x_{short(d)}")
 def test_norm_alone_of_every_mix_of_dtypes(level, x_dtype):
     x, weight = normal(33, 200, dtype=x_dtype), normal(200, seed=1)
     for n_dtype, y_dtype in itertools.product([F32, F16, BF16], repeat=2):
@@ -244,7 +243,7 @@ def test_dropped_values_are_zero_whatever_they_were(level):
         assert torch.equal(z.isnan(), keep) and (z[~keep] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_id)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=short)
 def test_conversions_of_every_half_and_around_every_midpoint(level, dtype):
     """z of a lone x is a conversion, as is the residual's gradient: every 16-bit value widens, and float32 around each
     rounds as torch does."""
@@ -289,7 +288,7 @@ def test_wide_rows_and_more_elements_than_a_buffer():
 
 
 @pytest.mark.parametrize("n_cols", [1024, 1000, 1001], ids=lambda n: f"N{n}")
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=dtype_id)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
 def test_large_outputs_which_pass_the_caches(level, dtype, n_cols):
     """Many rows have the bits of the same rows in a small call."""
     n_rows, few = 2200 if dtype == F32 else 4400, 64  # from 8 MiB on

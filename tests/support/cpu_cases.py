@@ -17,13 +17,8 @@ from triton_runner import RUNS_TRITON
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EPSILON = {F32: 1e-6, F16: 2**-10, BF16: 2**-7}
-DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16"}
 Result = TypeVar("Result")
 NORM_IDS = {NORM_NONE: "none", NORM_LAYER: "layer", NORM_RMS: "rms"}
-
-
-def dtype_id(dtype: object) -> str:
-    return DTYPE_IDS[dtype] if isinstance(dtype, torch.dtype) else "-".join(DTYPE_IDS[d] for d in dtype)
 
 
 def row_norm_plan(norm: int = NORM_LAYER, **changes) -> RowNormPlan:
