@@ -110,16 +110,3 @@ def assert_close(
         bound = bound + roundings * info.eps * e.abs() + (info.smallest_normal if may_flush else 0.0)
     excess = ((a - e).abs() - bound).max().item()
     assert excess <= 0, f"off by {excess:.3g} more than the bound"
-
-
-def expanded(n_rows: int, n_cols: int) -> torch.Tensor:
-    """Random float32, as the two below: rows that are one row."""
-    return torch.randn(n_cols, device=DEVICE).expand(n_rows, n_cols)
-
-
-def offset_by_one(n_rows: int, n_cols: int) -> torch.Tensor:
-    return torch.randn(n_rows * n_cols + 1, device=DEVICE)[1:].view(n_rows, n_cols)
-
-
-def odd_row_stride(n_rows: int, n_cols: int) -> torch.Tensor:
-    return torch.randn(n_rows, n_cols + 7, device=DEVICE)[:, 3 : 3 + n_cols]
