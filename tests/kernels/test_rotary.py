@@ -12,13 +12,7 @@ from pairwise import pairwise, short
 from rotary_cases import heads, tables
 from tolerances import assert_bitwise
 from torch import Tensor
-from triton_runner import (  # noqa: F401
-    DEVICE,
-    INTERPRETED,
-    RUNS_TRITON,
-    memory_past_2_to_the_31,
-    uninitialised_memory_is_nan,
-)
+from triton_runner import DEVICE, INTERPRETED, RUNS_TRITON, memory_past_2_to_the_31
 
 kernels = kernels_fixture()
 every_kernel = pytest.mark.usefixtures("kernels")

@@ -22,14 +22,7 @@ from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Backward
 from operator_cases import LAYOUTS
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import (  # noqa: F401
-    DEVICE,
-    EMULATED,
-    INTERPRETED,
-    assert_close,
-    memory_past_2_to_the_31,
-    uninitialised_memory_is_nan,
-)
+from triton_runner import DEVICE, EMULATED, INTERPRETED, assert_close, memory_past_2_to_the_31
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 RNG = (0x0123456789ABCDEF, -5)

@@ -20,13 +20,7 @@ from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, So
 from operator_cases import LAYOUTS
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import (  # noqa: F401
-    DEVICE,
-    EMULATED,
-    INTERPRETED,
-    memory_past_2_to_the_31,
-    uninitialised_memory_is_nan,
-)
+from triton_runner import DEVICE, EMULATED, INTERPRETED, memory_past_2_to_the_31
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -67,14 +67,6 @@ def run_emulated(file: Path, selection: str = "") -> None:
     ]
     assert all(Path(library).is_absolute() for library in libraries), libraries
     run_cases([file], EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    """In every test of a file of cases that imports it."""
-    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def comparable(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
