@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 def forget_launches() -> None:
@@ -21,3 +22,11 @@ def launches_made_anew() -> Iterator[None]:
     forget_launches()
     yield
     forget_launches()
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """torch.empty fills with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # references may use any operator
+    yield
+    torch.use_deterministic_algorithms(False)

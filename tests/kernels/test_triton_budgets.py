@@ -32,7 +32,7 @@ from onetrip.reference.row_norm import (
 from onetrip.reference.softmax import BackwardOperands as SoftmaxBackwardOperands
 from onetrip.reference.softmax import MaskLayout, SoftmaxPlan
 from onetrip.reference.softmax import Operands as SoftmaxOperands
-from pairwise import pairwise
+from pairwise import pairwise, short
 from triton_budgets import Launch, access_bytes, compiled, measure, recorded
 
 triton = pytest.importorskip("triton")
@@ -74,8 +74,7 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         norm = {NORM_NONE: "none", NORM_LAYER: "layer", NORM_RMS: "rms"}[self.norm]
-        short = {F32: "f32", BF16: "bf16"}
-        return f"N{self.n_cols}-{short[self.dtype]}-w{short[self.weight_dtype]}-{norm}{'-full' if self.full else ''}"
+        return f"N{self.n_cols}-{short(self.dtype)}-w{short(self.weight_dtype)}-{norm}{'-full' if self.full else ''}"
 
 
 CASES = [
@@ -200,10 +199,9 @@ class SoftmaxCase(NamedTuple):
     mask_grad: bool
 
     def __str__(self) -> str:
-        short = {F32: "f32", BF16: "bf16", torch.bool: "bool"}
-        mask = f"-{short[self.mask_dtype]}" if self.mask_dtype else ""
+        mask = f"-{short(self.mask_dtype)}" if self.mask_dtype else ""
         extras = [("-causal", self.causal), ("-dropout", self.dropout_p), ("-dmask", self.mask_grad)]
-        return f"N{self.n_cols}-{short[self.dtype]}{mask}" + "".join(text for text, on in extras if on)
+        return f"N{self.n_cols}-{short(self.dtype)}{mask}" + "".join(text for text, on in extras if on)
 
 
 SOFTMAX_CASES = [
@@ -316,9 +314,8 @@ class AdamCase(NamedTuple):
     rounding: Rounding = Rounding.NEAREST
 
     def __str__(self) -> str:
-        short = {F32: "f32", BF16: "bf16"}
         rounding = "" if self.rounding == Rounding.NEAREST else f"-{self.rounding.name.lower()}"
-        return f"{short[self.dtype]}-{short[self.grad_dtype]}-{8 if self.is_8bit else 32}bit{rounding}"
+        return f"{short(self.dtype)}-{short(self.grad_dtype)}-{8 if self.is_8bit else 32}bit{rounding}"
 
 
 ADAM_CASES = [

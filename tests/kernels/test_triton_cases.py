@@ -1,4 +1,9 @@
-"""Runs triton_<family>_cases.py interpreted, as machine code on the CPU, and on a GPU."""
+"""Runs Triton's kernels interpreted, as machine code on the CPU, and on a GPU, each in processes of their own: Triton
+decides at its import whether it interprets.
+
+triton_<family>_cases.py are for Triton alone; the files test_<family>.py run the CPU's kernels where they are not run
+from here.
+"""
 
 from __future__ import annotations
 
@@ -80,13 +85,14 @@ EACH_PART = pytest.mark.parametrize(
 
 def file_of(family: str) -> Path:
     pytest.importorskip("triton")
-    return Path(__file__).with_name(f"triton_{family}_cases.py")
+    for_all = Path(__file__).with_name(f"test_{family}.py")
+    return for_all if for_all.exists() else for_all.with_name(f"triton_{family}_cases.py")
 
 
 @pytest.mark.promise("adam bits")
 def test_interpreted_quickly() -> None:
     """In one process: importing takes as long as the cases of a family."""
-    chosen = " or ".join(f"triton_{family}_cases and ({cases.quick})" for family, cases in FAMILIES.items())
+    chosen = " or ".join(f"{file_of(family).name} and ({cases.quick})" for family, cases in FAMILIES.items())
     files = [*(file_of(family) for family in FAMILIES), EAGER_CALLS]
     run_cases(files, INTERPRET, f"{chosen} or {CALLS} and {QUICK_CALLS}")
 
@@ -100,7 +106,7 @@ def test_the_rest_interpreted(families: tuple[str, ...]) -> None:
     files = [*(file_of(family) for family in families), EAGER_CALLS]
     is_emulated = triton_emulator_missing() is None
     chosen = [
-        f"triton_{family}_cases and not ({cases.quick})" + f" and not ({cases.compiled})" * is_emulated
+        f"{file_of(family).name} and not ({cases.quick})" + f" and not ({cases.compiled})" * is_emulated
         for family, cases in FAMILIES.items()
     ]
     calls = f"{CALLS} and ({' or '.join(families)}) and not {QUICK_CALLS}"

@@ -10,7 +10,7 @@ from onetrip.reference import glu as formula
 from onetrip.reference.glu import ACTIVATIONS, GluPlan, Operands
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import DEVICE, EMULATED, INTERPRETED, uninitialised_memory_is_nan  # noqa: F401
+from triton_runner import DEVICE, EMULATED, INTERPRETED
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}

@@ -12,7 +12,7 @@ from onetrip.kernels import moe
 from onetrip.reference import moe as reference
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import DEVICE, INTERPRETED, memory_past_2_to_the_31, uninitialised_memory_is_nan  # noqa: F401
+from triton_runner import DEVICE, INTERPRETED, memory_past_2_to_the_31
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

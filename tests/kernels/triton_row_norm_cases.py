@@ -19,19 +19,10 @@ from onetrip.kernels import philox, row_norm, sum_partials, unavailable_reason
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.philox import philox as reference_philox
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
+from operator_cases import LAYOUTS
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import (  # noqa: F401
-    DEVICE,
-    EMULATED,
-    INTERPRETED,
-    assert_close,
-    expanded,
-    memory_past_2_to_the_31,
-    odd_row_stride,
-    offset_by_one,
-    uninitialised_memory_is_nan,
-)
+from triton_runner import DEVICE, EMULATED, INTERPRETED, assert_close, memory_past_2_to_the_31
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 RNG = (0x0123456789ABCDEF, -5)
@@ -245,34 +236,25 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-@pytest.mark.parametrize("make", [expanded, offset_by_one, odd_row_stride], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("layout", ["expanded_rows", "one_element_off", "spread"])
 @pytest.mark.parametrize("n_cols", [63, 64])
-def test_strides(n_cols: int, make: Any) -> None:
+def test_strides(n_cols: int, layout: str) -> None:
     plan = plan_of(NORM_LAYER, F32, dropout_p=0.3)
-    x, residual = make(6, n_cols), make(6, n_cols)
-    parameters = [make(2, n_cols)[1] for _ in range(3)]
+    x, residual, *matrices = (LAYOUTS[layout](randn(6, n_cols)) for _ in range(5))
+    parameters = [LAYOUTS[layout](randn(2, n_cols))[1] for _ in range(3)]
     strided = check_forward(x, residual, parameters, RNG, plan)
     packed = row_norm.forward(Operands(*map(_packed, (x, residual, *parameters))), RNG, plan)
     assert all(torch.equal(a, b) for a, b in zip(strided, packed, strict=True))
     _, _, _, mean, rstd = backward_inputs(6, n_cols, NORM_LAYER, F32)
-    matrices = [make(6, n_cols) for _ in range(3)]
     gradients = check_backward(*matrices, mean, rstd, parameters[1], RNG, plan, (F32,) * 5)
     matrices, weight = [_packed(matrix) for matrix in matrices], _packed(parameters[1])
     packed = row_norm.backward(*backward_arguments(*matrices, mean, rstd, weight, RNG, plan, (F32,) * 5))
     assert all(torch.equal(a, b) for a, b in zip(gradients, packed, strict=True))
 
 
-def _one_element_off(tensor: Tensor) -> Tensor:
-    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
-
-
-def _lazily_negated(tensor: Tensor) -> Tensor:
-    return torch._neg_view(-tensor)
-
-
-@pytest.mark.parametrize("layout", [_one_element_off, _lazily_negated], ids=lambda layout: layout.__name__[1:])
+@pytest.mark.parametrize("layout", ["one_element_off", "lazily_negated"])
 @pytest.mark.parametrize("n_cols", [63, 64])
-def test_operators_give_the_same_bits_wherever_tensors_lie(n_cols: int, layout: Any) -> None:
+def test_operators_give_the_same_bits_wherever_tensors_lie(n_cols: int, layout: str) -> None:
     x, residual, dy, dz = (randn(6, n_cols) for _ in range(4))
     weight, norm_bias, bias = (randn(n_cols) for _ in range(3))
 
@@ -284,7 +266,7 @@ def test_operators_give_the_same_bits_wherever_tensors_lie(n_cols: int, layout: 
             )
             return [*outputs, *torch.autograd.grad(outputs, leaves, (layout(dy), layout(dz)))]
 
-    for ours, expected in zip(results(layout), results(Tensor.clone), strict=True):
+    for ours, expected in zip(results(LAYOUTS[layout]), results(Tensor.clone), strict=True):
         assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
 
 

@@ -17,18 +17,10 @@ from onetrip.kernels import softmax
 from onetrip.kernels.tiles import TileRule, tile
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
+from operator_cases import LAYOUTS
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import (  # noqa: F401
-    DEVICE,
-    EMULATED,
-    INTERPRETED,
-    expanded,
-    memory_past_2_to_the_31,
-    odd_row_stride,
-    offset_by_one,
-    uninitialised_memory_is_nan,
-)
+from triton_runner import DEVICE, EMULATED, INTERPRETED, memory_past_2_to_the_31
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
@@ -315,19 +307,19 @@ def test_backward_repeats_bit_for_bit() -> None:
 
 @in_both_tiles(
     n_cols={"22": 22, "21": 21, "24": 24},
-    make={make.__name__: make for make in (expanded, offset_by_one, odd_row_stride)},
+    layout={name: name for name in ("expanded_rows", "one_element_off", "spread")},
 )
-def test_same_bits_wherever_the_tensors_lie(n_cols: int, make: Any, tiles: str) -> None:
+def test_same_bits_wherever_the_tensors_lie(n_cols: int, layout: str, tiles: str) -> None:
     """Scores, dy and p lie in three ways, the mask one element off."""
-    mask, layout = mask_of("bias-1H1K", n_cols, F32)
+    mask, of_mask = mask_of("bias-1H1K", n_cols, F32)
     shifted = torch.cat([mask[:1], mask])[1:]
-    scores, dy = make(B * H * Q, n_cols), make(B * H * Q, n_cols)
-    y, _ = check_forward(scores, shifted, layout)
-    packed, _ = check_forward(scores.clone(memory_format=torch.contiguous_format), mask, layout)
+    scores, dy = (LAYOUTS[layout](randn(B * H * Q, n_cols)) for _ in range(2))
+    y, _ = check_forward(scores, shifted, of_mask)
+    packed, _ = check_forward(scores.clone(memory_format=torch.contiguous_format), mask, of_mask)
     assert torch.equal(y, packed)
-    p = y if make is expanded else make(B * H * Q, n_cols).copy_(y)
-    results = check_backward(dy, p, layout, (True, True))
-    packed_results = check_backward(dy.clone(memory_format=torch.contiguous_format), packed, layout, (True, True))
+    p = y if layout == "expanded_rows" else LAYOUTS[layout](y)
+    results = check_backward(dy, p, of_mask, (True, True))
+    packed_results = check_backward(dy.clone(memory_format=torch.contiguous_format), packed, of_mask, (True, True))
     assert all(torch.equal(a, b) for a, b in zip(results, packed_results, strict=True))
 
 

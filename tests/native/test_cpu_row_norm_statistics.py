@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from cpu_cases import BF16, EPSILON, F32, NORM_IDS, dtype_id, normal, same_bits
+from cpu_cases import BF16, EPSILON, F32, NORM_IDS, normal, same_bits
 from cpu_cases import row_norm_plan as plan_of
 from onetrip.ops import row_norm_native as native
 from onetrip.ops.common.backends import native as native_library
 from onetrip.reference import row_norm as reference
 from onetrip.reference.row_norm import NORM_LAYER, NORM_RMS, BackwardOperands, Dtypes, Operands
-from pairwise import pairwise
+from pairwise import pairwise, short
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
@@ -97,7 +97,7 @@ def test_sums_that_overflow_give_what_torch_gives(level):
     assert torch.equal(y, torch.nn.functional.layer_norm(x, x.shape[1:]))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=dtype_id)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
 @pytest.mark.parametrize("n_cols", [3, 64, 100, 512, 513], ids=lambda n: f"N{n}")
 @pytest.mark.parametrize("norm", [NORM_LAYER, NORM_RMS], ids=NORM_IDS.get)
 def test_no_bit_of_a_row_depends_on_its_neighbours(level, norm, n_cols, dtype):

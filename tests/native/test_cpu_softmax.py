@@ -6,7 +6,6 @@ import pytest
 import torch
 from cpu_cases import (
     BF16,
-    DTYPE_IDS,
     F16,
     F32,
     at_levels_with_fused_multiply_add,
@@ -18,14 +17,13 @@ from onetrip.ops.common.masks import contiguous_layout, mask_layout
 from onetrip.reference import softmax as reference
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, Operands, SoftmaxPlan
-from pairwise import pairwise
+from pairwise import pairwise, short
 from tolerances import assert_bitwise, assert_like_torch
 from torch import Tensor
 
 library = native_library()
 pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
 
-MASK_IDS = DTYPE_IDS | {torch.bool: "bool"}
 RNG = (2**40 + 12345, 2**33 + 4)
 WIDTHS = (1, 3, 4, 15, 16, 63, 64, 65, 129, 1000, 1025, 4099)
 INF, NAN = torch.inf, torch.nan
@@ -82,8 +80,8 @@ def test_every_width(level, n_cols, p, causal):
     check(scores, torch.rand(2, 1, n_cols) < 0.7, dy, plan_of(-0.3, causal, p))
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, F32, F16, BF16], ids=lambda d: f"mask_{MASK_IDS[d]}")
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, F32, F16, BF16], ids=lambda d: f"mask_{short(d)}")
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=short)
 def test_every_pair_of_dtypes(level, dtype, mask_dtype):
     scores, dy = (normal(2, 3, 5, 131, dtype=dtype, seed=seed) for seed in (0, 1))
     bias = normal(2, 1, 5, 131, seed=2)
@@ -157,7 +155,7 @@ def test_causal_rows_do_not_look_at_hidden_columns(level, n_keys):
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 4), (2, 6, 9), (3, 40, 40), (700, 64, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=DTYPE_IDS.get)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
 def test_causal_gradients_do_not_look_at_hidden_columns(level, dtype, shape):
     """Whatever dy and p hold there: dscores and dmask are those of zeros, and zero there."""
     batch, n_queries, n_cols = shape
@@ -185,7 +183,7 @@ def test_causal_gradients_do_not_look_at_hidden_columns(level, dtype, shape):
     assert spoilt[0, -1][~hidden[-1]].isnan().all() and (spoilt[0, -1][hidden[-1]] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=short)
 @pytest.mark.parametrize("n_cols", [5, 16, 70], ids=lambda n: f"N{n}")
 def test_rows_that_are_not_finite(level, n_cols, dtype):
     scores = normal(1, 8, n_cols, dtype=dtype)
@@ -275,7 +273,7 @@ def test_the_gradient_of_a_mask(level, case, n_cols):
 
 
 @pytest.mark.parametrize("n_cols", [1024, 1000, 1035], ids=lambda n: f"N{n}")
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=DTYPE_IDS.get)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
 def test_large_outputs_which_pass_the_caches(level, dtype, n_cols):
     """Many rows have the bits of the same rows in a small call."""
     few, repeats = 60, 40 if dtype == F32 else 80

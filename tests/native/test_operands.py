@@ -248,34 +248,23 @@ def test_an_older_torch_gets_the_same_bits(request: pytest.FixtureRequest):
 LAUNCH = (-1, 0, 1, N, (matrix(1, N), *(None,) * 4), N, 0, (matrix(1, N), None, None, None), None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (LAUNCH[:-1], TypeError, "too few arguments"),
-        ((*LAUNCH, None), TypeError, "too many arguments"),
-        ((*LAUNCH[:4], (1.0, *(None,) * 4), *LAUNCH[5:]), AttributeError, "data_ptr"),
-        ((*LAUNCH[:4], LAUNCH[4][:4], *LAUNCH[5:]), TypeError, "too few arguments"),
-        ((*LAUNCH[:4], (*LAUNCH[4], None), *LAUNCH[5:]), TypeError, "too many arguments"),
-        ((*LAUNCH[:4], LAUNCH[4][0], *LAUNCH[5:]), TypeError, "needs a tuple"),
-        (("cpu", *LAUNCH[1:]), TypeError, "int"),
-        ((*LAUNCH[:-1], ("seed", 0)), TypeError, "int"),
-        ((*LAUNCH[:2], 2**63, *LAUNCH[3:]), OverflowError, "int"),
-    ],
-    ids=[
-        "too_few",
-        "too_many",
-        "no_tensor",
-        "too_few_operands",
-        "too_many_operands",
-        "no_tuple",
-        "device_no_int",
-        "seed_no_int",
-        "too_large",
-    ],
-)
+PLAN = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.0, F32, F32, F32, False, False, False)
+UNREADABLE = {
+    "too_few": (LAUNCH[:-1], TypeError, "too few arguments"),
+    "too_many": ((*LAUNCH, None), TypeError, "too many arguments"),
+    "no_tensor": ((*LAUNCH[:4], (1.0, *(None,) * 4), *LAUNCH[5:]), AttributeError, "data_ptr"),
+    "too_few_operands": ((*LAUNCH[:4], LAUNCH[4][:4], *LAUNCH[5:]), TypeError, "too few arguments"),
+    "too_many_operands": ((*LAUNCH[:4], (*LAUNCH[4], None), *LAUNCH[5:]), TypeError, "too many arguments"),
+    "no_tuple": ((*LAUNCH[:4], LAUNCH[4][0], *LAUNCH[5:]), TypeError, "needs a tuple"),
+    "device_no_int": (("cpu", *LAUNCH[1:]), TypeError, "int"),
+    "seed_no_int": ((*LAUNCH[:-1], ("seed", 0)), TypeError, "int"),
+    "too_large": ((*LAUNCH[:2], 2**63, *LAUNCH[3:]), OverflowError, "int"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), UNREADABLE.values(), ids=UNREADABLE)
 def test_a_launcher_names_what_it_cannot_read(arguments, error, message):
-    plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.0, F32, F32, F32, False, False, False)
-    launch = native.forward_launcher(plan, Dtypes(F32))
+    launch = native.forward_launcher(PLAN, Dtypes(F32))
     assert launch(*LAUNCH) == 0
     with pytest.raises(error, match=message):
         launch(*arguments)
@@ -283,9 +272,8 @@ def test_a_launcher_names_what_it_cannot_read(arguments, error, message):
 
 @pytest.mark.skipif(bool(library and library.cuda_architectures()), reason="built with CUDA")
 def test_a_launch_on_a_card_needs_a_build_with_cuda():
-    plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.0, F32, F32, F32, False, False, False)
     with pytest.raises(RuntimeError, match="was built without CUDA"):
-        native.forward_launcher(plan, Dtypes(F32))(0, *LAUNCH[1:])
+        native.forward_launcher(PLAN, Dtypes(F32))(0, *LAUNCH[1:])
 
 
 @pytest.mark.parametrize("role", range(5), ids=["x", "residual", "bias", "weight", "norm_bias"])
@@ -313,8 +301,7 @@ def test_a_tensor_whose_memory_was_freed_is_refused(role):
 
 
 def test_seeds_whose_memory_was_freed_are_refused():
-    plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.5, F32, F32, F32, False, False, False)
-    launch = native.forward_launcher(plan, Dtypes(F32))
+    launch = native.forward_launcher(PLAN._replace(dropout_p=0.5), Dtypes(F32))
     assert launch(*LAUNCH[:-1], torch.tensor([1, 2])) == 0
     with pytest.raises(RuntimeError, match="a launcher got a tensor without memory"):
         launch(*LAUNCH[:-1], freed(torch.tensor([1, 2])))

@@ -87,14 +87,13 @@ def new_slots(
 
 
 def copied(slots: Sequence[Slot]) -> list[Slot]:
-    """The same slots in other memory; parts that share a step share its copy."""
-    steps = {id(slot.step): slot.step.clone() for slot in slots}
-    return [
-        Slot(*[value.clone() if isinstance(value, Tensor) else value for value in slot])._replace(
-            step=steps[id(slot.step)]
-        )
-        for slot in slots
-    ]
+    """Copies on the CPU; what slots share stays shared."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(field: object) -> object:
+        return copies.setdefault(id(field), field.detach().cpu().clone()) if isinstance(field, Tensor) else field
+
+    return [Slot(*map(copy, slot)) for slot in slots]
 
 
 def gradients(sizes: Sequence[int], dtype: torch.dtype = F32, seed: int = 0, shift: int = 0) -> list[Tensor]:

@@ -1,26 +1,24 @@
-"""What the tests of the native CPU kernels share."""
+"""What the tests of the native CPU kernels share, and which kernels those of every backend run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from onetrip import use_backend
 from onetrip.ops.common.backends import native
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from torch import Tensor
+from triton_runner import RUNS_TRITON
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EPSILON = {F32: 1e-6, F16: 2**-10, BF16: 2**-7}
-DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16"}
 Result = TypeVar("Result")
 NORM_IDS = {NORM_NONE: "none", NORM_LAYER: "layer", NORM_RMS: "rms"}
-
-
-def dtype_id(dtype: object) -> str:
-    return DTYPE_IDS[dtype] if isinstance(dtype, torch.dtype) else "-".join(DTYPE_IDS[d] for d in dtype)
 
 
 def row_norm_plan(norm: int = NORM_LAYER, **changes) -> RowNormPlan:
@@ -54,7 +52,8 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 def cpu_level(name: str) -> Iterator[None]:
     """With the kernels of one instruction-set level; skips the test where there are none."""
     library = native()
-    assert library is not None
+    if library is None:
+        pytest.skip("the native library was not built")
     best = library.cpu_level()
     if not library.set_cpu_level(name):
         pytest.skip(f"this machine or build lacks {name}")
@@ -63,6 +62,28 @@ def cpu_level(name: str) -> Iterator[None]:
         yield
     finally:
         assert library.set_cpu_level(best)
+
+
+cpu_only = pytest.mark.skipif(RUNS_TRITON, reason="of the CPU kernels")
+triton_only = pytest.mark.skipif(not RUNS_TRITON, reason="of Triton's kernels, which test_triton_cases.py runs")
+
+
+def kernels_fixture(*more_levels: str) -> Any:
+    """A fixture: the CPU kernels at each level, or Triton's in the processes of test_triton_cases.py; in use during the
+    test. more_levels: for which the family has kernels of its own."""
+
+    @pytest.fixture(params=["triton"] if RUNS_TRITON else ["baseline", "avx2", "avx512", *more_levels])
+    def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+        in_use = nullcontext() if RUNS_TRITON else cpu_level(request.param)
+        with in_use, use_backend("triton" if RUNS_TRITON else "cpu"):
+            yield request.param
+
+    return kernels
+
+
+def kernels_of(family: str) -> Any:
+    """Their module, with the functions of reference."""
+    return import_module(f"onetrip.kernels.{family}" if RUNS_TRITON else f"onetrip.ops.{family}_native")
 
 
 def at_levels_with_fused_multiply_add(run: Callable[[], Result]) -> list[Result]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,10 +26,11 @@ EMULATE = {
 }
 """Compiled for sm_90, and its machine code run on the CPU: see triton_machine.py."""
 
-# How this process runs cases, where it does.
+# How this process runs cases: with Triton, or with the CPU kernels those that are not Triton's alone.
+RUNS_TRITON = "TRITON_INTERPRET" in os.environ
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = os.environ.get("ONETRIP_TRITON_MACHINE") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
+DEVICE = torch.device("cuda" if RUNS_TRITON and not (INTERPRETED or EMULATED) else "cpu")
 
 
 def memory_past_2_to_the_31() -> tuple[torch.Tensor, int]:
@@ -68,14 +69,6 @@ def run_emulated(file: Path, selection: str = "") -> None:
     run_cases([file], EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)
 
 
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    """In every test of a file of cases that imports it."""
-    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def comparable(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both in float64, without NaN, which must stand at the same places."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape and actual.is_contiguous()
@@ -109,16 +102,3 @@ def assert_close(
         bound = bound + roundings * info.eps * e.abs() + (info.smallest_normal if may_flush else 0.0)
     excess = ((a - e).abs() - bound).max().item()
     assert excess <= 0, f"off by {excess:.3g} more than the bound"
-
-
-def expanded(n_rows: int, n_cols: int) -> torch.Tensor:
-    """Random float32, as the two below: rows that are one row."""
-    return torch.randn(n_cols, device=DEVICE).expand(n_rows, n_cols)
-
-
-def offset_by_one(n_rows: int, n_cols: int) -> torch.Tensor:
-    return torch.randn(n_rows * n_cols + 1, device=DEVICE)[1:].view(n_rows, n_cols)
-
-
-def odd_row_stride(n_rows: int, n_cols: int) -> torch.Tensor:
-    return torch.randn(n_rows, n_cols + 7, device=DEVICE)[:, 3 : 3 + n_cols]
