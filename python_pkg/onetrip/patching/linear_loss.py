@@ -39,8 +39,8 @@ PATTERN = "linear_cross_entropy"
 
 Steps = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 """(function, further arguments), applied to the logits one after another."""
-_VIEWS = (Tensor.view, Tensor.reshape, operator.getitem)
-"""Steps that give the same values at other positions: done to the hidden states at once."""
+_VIEWS = (Tensor.view, Tensor.reshape, Tensor.contiguous, operator.getitem)
+"""Steps that choose or move values: what moves positions is done to the hidden states at once."""
 
 
 class _Source:
@@ -145,7 +145,7 @@ class DeferredLogits:
         return self.tensor() + _computed(other)
 
     def contiguous(self, **kwargs: Any) -> Any:
-        return self.tensor().contiguous(**kwargs) if kwargs or self._source.logits is not None else self
+        return self.tensor().contiguous(**kwargs) if kwargs else self._then(Tensor.contiguous)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Nothing to do on the same device; a wider dtype is that of the loss."""
