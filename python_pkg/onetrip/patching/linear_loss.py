@@ -50,6 +50,7 @@ class _Source:
         """dtype: of the logits."""
         self.head, self.hidden, self.dtype = head, hidden, dtype
         self.logits: Tensor | None = None
+        self.made: list[weakref.ref[DeferredLogits]] = []
         self.versions = self._versions()
         device = hidden.device.type
         is_autocasting = calls.is_autocasting(hidden)
@@ -64,7 +65,8 @@ class _Source:
         return self.logits is None and self.versions == self._versions()
 
     def compute(self) -> Tensor:
-        """The logits, with their graph, under the autocast of the forward."""
+        """The logits, with their graph, under the autocast of the forward. First computes what was made of them, too:
+        an edit in place then changes their views, and no copy of them."""
         if self.logits is None:
             if not self.is_pending:
                 raise RuntimeError(
@@ -78,15 +80,27 @@ class _Source:
                     self.logits = self.head(self.hidden)
             finally:
                 loss_call.reset(token)
+            for reference in self.made:
+                if (deferred := reference()) is not None:
+                    deferred.tensor()
         return self.logits
 
 
 class DeferredLogits:
     """The logits of an output layer, not computed. Whatever is done with them computes them, but for the loss."""
 
-    def __init__(self, source: _Source, hidden: Tensor, dtype: torch.dtype, steps: Steps = ()) -> None:
-        self._source, self._hidden, self.dtype, self._steps = source, hidden, dtype, steps
+    def __init__(
+        self,
+        source: _Source,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        steps: Steps = (),
+        base: DeferredLogits | None = None,
+    ) -> None:
+        """base: what the last of the steps is applied to; None for the source's logits."""
+        self._source, self._hidden, self.dtype, self._steps, self._base = source, hidden, dtype, steps, base
         self._tensor: Tensor | None = None
+        source.made.append(weakref.ref(self))
 
     def _then(
         self,
@@ -99,7 +113,7 @@ class DeferredLogits:
         if self._source.logits is not None:
             return function(self.tensor(), *arguments)
         at = self._hidden if hidden is None else hidden()
-        return DeferredLogits(self._source, at, dtype or self.dtype, (*self._steps, (function, arguments)))
+        return DeferredLogits(self._source, at, dtype or self.dtype, (*self._steps, (function, arguments)), self)
 
     @property
     def shape(self) -> torch.Size:
@@ -181,10 +195,12 @@ class DeferredLogits:
         """The logits. Raises RuntimeError where the output layer was changed since the forward pass."""
         if self._tensor is None:
             logits = self._source.compute()
-            with torch.enable_grad():
-                for function, arguments in self._steps:
-                    logits = function(logits, *arguments)
-            self._tensor = logits
+        if self._tensor is None:  # compute() calls this for all that are alive
+            if self._base is not None:
+                function, arguments = self._steps[-1]
+                with torch.enable_grad():
+                    logits = function(self._base.tensor(), *arguments)
+            self._tensor, self._base = logits, None
         return self._tensor
 
     def __getattr__(self, name: str) -> Any:

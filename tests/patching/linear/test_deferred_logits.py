@@ -44,3 +44,19 @@ def test_logits_read_before_a_view_of_their_contiguous_slice() -> None:
 
     assert_a_step_agrees(with_z_loss)
     assert_a_step_agrees(lambda y, labels: flat(y[..., :-1, :].contiguous(), labels[..., 1:]), is_fused=True)
+
+
+def _without_classes(y: Any) -> None:
+    y[..., :20] = -30.0
+
+
+@pytest.mark.parametrize("edit", [_without_classes, lambda y: y.div_(2.0)], ids=["setitem", "div_"])
+@pytest.mark.parametrize("edited", ["logits", "made of them"])
+def test_an_edit_in_place_changes_views_and_no_copy(edited: str, edit: Callable[[Any], Any]) -> None:
+    def loss(logits: Any, labels: Tensor) -> Tensor:
+        source = logits if edited == "logits" else logits * 2.0
+        shifted, sharp, view = source[..., :-1, :].contiguous(), source * 4.0, source.view(2, -1, VOCABULARY)
+        edit(source)
+        return flat(shifted, labels[..., 1:]) + flat(sharp, labels) + flat(view, labels)
+
+    assert_a_step_agrees(loss)
