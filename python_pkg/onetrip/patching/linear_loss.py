@@ -192,7 +192,9 @@ class DeferredLogits:
         return self._then(operator.getitem, index, hidden=lambda: self._hidden[index])
 
     def tensor(self) -> Tensor:
-        """The logits. Raises RuntimeError where the output layer was changed since the forward pass."""
+        """The logits. Raises RuntimeError where the output layer was changed since the forward pass, and in the forward
+        of an autograd.Function."""
+        _check_graph()
         if self._tensor is None:
             logits = self._source.compute()
         if self._tensor is None:  # compute() calls this for all that are alive
@@ -216,6 +218,7 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _check_graph()
         if func is functional.cross_entropy:
             loss = _loss(*args, **(kwargs or {}))
             if loss is not None:
@@ -224,6 +227,22 @@ class DeferredLogits:
             return args[0].tanh()
         args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.tensor, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _is_in_function() -> bool:
+    """Whether the forward of an autograd.Function runs: that switches forward-mode AD off, which torch.no_grad() does
+    not."""
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _check_graph() -> None:
+    """Raise RuntimeError in the forward of an autograd.Function: only tensors among its arguments get gradients."""
+    if _is_in_function():
+        raise RuntimeError(
+            "linear_cross_entropy: an autograd.Function (torch.utils.checkpoint with use_reentrant=True is one) got "
+            "logits that are computed when used, and would lose their gradient: give it logits.tensor(), or patch the "
+            'model with the pattern "cross_entropy" instead'
+        )
 
 
 def _computed(value: Any) -> Any:
@@ -342,6 +361,7 @@ def head_output(head: Any, hidden: Any) -> Any:
     is_autocasting = calls.is_autocasting(hidden)
     is_fusable = is_plain(head, nn.Linear) and hidden.dtype in KERNEL_DTYPES and hidden.dim() > 1 and hidden.numel() > 0
     is_fusable = is_fusable and (is_autocasting or hidden.dtype == head.weight.dtype)
+    is_fusable = is_fusable and not _is_in_function()
     if not is_fusable or calls.is_distributed(hidden) or calls.is_distributed(head.weight):
         calls.count_fallback(head)
         return linear(head, hidden)

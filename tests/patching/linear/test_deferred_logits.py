@@ -12,6 +12,7 @@ from outcomes import assert_agree, loss_outcome
 from patching_cases import VOCABULARY, build
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
@@ -60,3 +61,65 @@ def test_an_edit_in_place_changes_views_and_no_copy(edited: str, edit: Callable[
         return flat(shifted, labels[..., 1:]) + flat(sharp, labels) + flat(view, labels)
 
     assert_a_step_agrees(loss)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """As those of apex, flash-attn and Liger-Kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        probabilities = logits.softmax(-1)
+        ctx.save_for_backward(probabilities - functional.one_hot(labels, VOCABULARY))
+        return -probabilities.gather(-1, labels[..., None]).log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.saved_tensors[0] * grads[0] / ctx.saved_tensors[0][..., 0].numel(), None
+
+
+def with_a_metric(logits: Any, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits.argmax(-1)
+    return CrossEntropy.apply(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, labels: CrossEntropy.apply(y, labels),
+        lambda y, labels: checkpoint(flat, y, labels, use_reentrant=True),
+    ],
+    ids=["function", "checkpoint"],
+)
+def test_a_function_of_autograd_raises_where_it_would_lose_the_gradient(loss: Any) -> None:
+    model, inputs = made()
+    patch_model(model, patterns=["linear_cross_entropy"])
+    logits = model(**inputs).logits
+    for _ in range(2):  # also where the logits are computed already
+        with pytest.raises(RuntimeError, match=r"logits\.tensor\(\)"):
+            loss(logits, inputs["labels"])
+        with torch.no_grad():
+            logits.argmax(-1)
+    loss(logits.tensor(), inputs["labels"]).backward()
+    assert model.lm_head.weight.grad.any()
+
+
+def test_losses_that_keep_the_gradient_beside_functions_of_autograd() -> None:
+    assert_a_step_agrees(with_a_metric)  # the logits are a tensor once they are computed
+    assert_a_step_agrees(lambda y, labels: CrossEntropy.apply(y.flatten(0, 1), labels.flatten()))
+    assert_a_step_agrees(lambda y, labels: checkpoint(flat, y, labels, use_reentrant=False), is_fused=True)
+
+
+def test_a_model_in_a_function_of_autograd_returns_a_tensor() -> None:
+    """A Function that computes gradients in its forward, as for a cache of them."""
+    model, inputs = made()
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return torch.autograd.grad(model(**inputs).logits.square().sum(), weight)[0]
+
+    expected = Gradient.apply(model.lm_head.weight)
+    patch_model(model, patterns=["linear_cross_entropy"])
+    torch.testing.assert_close(Gradient.apply(model.lm_head.weight), expected)
