@@ -33,7 +33,7 @@ from .classes import Rewrite, plain_forward
 from .linear.tied_embedding import linear, weight_of
 from .verify import check_function, kind_of
 from .watched_logits import PATTERN as CROSS_ENTROPY
-from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, loss_options, plain_outputs
+from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, loss_options, plain_outputs, with_graph
 
 PATTERN = "linear_cross_entropy"
 
@@ -76,7 +76,7 @@ class _Source:
             token = loss_call.set(None)
             device, dtype, is_autocasting = self.autocast
             try:
-                with torch.enable_grad(), torch.autocast(device, dtype, enabled=is_autocasting):
+                with with_graph(), torch.autocast(device, dtype, enabled=is_autocasting):
                     self.logits = self.head(self.hidden)
             finally:
                 loss_call.reset(token)
@@ -200,7 +200,7 @@ class DeferredLogits:
         if self._tensor is None:  # compute() calls this for all that are alive
             if self._base is not None:
                 function, arguments = self._steps[-1]
-                with torch.enable_grad():
+                with with_graph():
                     logits = function(self._base.tensor(), *arguments)
             self._tensor, self._base = logits, None
         return self._tensor
