@@ -162,15 +162,16 @@ def test_logits_after_the_optimizer_step_raise() -> None:
         output.logits.argmax(-1)
 
 
-def test_logits_first_read_without_grad_keep_their_graph() -> None:
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+def test_logits_first_read_without_grad_keep_their_graph(without_grad: Any) -> None:
     """An accuracy, then a loss of the logits beside the model's own."""
     model, inputs = made("llama")
 
     def gradient() -> Tensor:
         model.zero_grad()
         output = model(**inputs)
-        with torch.no_grad():
-            output.logits.argmax(-1)
+        with without_grad():
+            output.logits.float().argmax(-1)
         (output.loss + output.logits.square().mean()).backward()
         return model.lm_head.weight.grad.clone()
 

@@ -166,6 +166,17 @@ def test_a_function_of_autograd_gets_the_logits_graph() -> None:
     compared(Model(lambda y, labels: functional.mse_loss(Double.apply(y), torch.zeros_like(y))), fused=False)
 
 
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+def test_float32_values_first_read_without_grad_keep_their_graph(without_grad: Any) -> None:
+    def with_a_metric(logits: Tensor, labels: Tensor) -> Tensor:
+        rows = logits.float().view(-1, CLASSES)
+        with without_grad():
+            rows.argmax(-1)
+        return flat(rows, labels)
+
+    compared(Model(with_a_metric).to(torch.bfloat16), fused=False)
+
+
 @pytest.mark.parametrize("is_view", [False, True])
 def test_hooks_of_the_float32_values_see_their_gradient(is_view: bool) -> None:
     seen: list[Tensor] = []

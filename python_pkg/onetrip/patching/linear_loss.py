@@ -33,14 +33,14 @@ from .classes import Rewrite, plain_forward
 from .linear.tied_embedding import linear, weight_of
 from .verify import check_function, kind_of
 from .watched_logits import PATTERN as CROSS_ENTROPY
-from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, loss_options, plain_outputs
+from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, loss_options, plain_outputs, with_graph
 
 PATTERN = "linear_cross_entropy"
 
 Steps = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 """(function, further arguments), applied to the logits one after another."""
-_VIEWS = (Tensor.view, Tensor.reshape, operator.getitem)
-"""Steps that give the same values at other positions: done to the hidden states at once."""
+_VIEWS = (Tensor.view, Tensor.reshape, Tensor.contiguous, operator.getitem)
+"""Steps that choose or move values: what moves positions is done to the hidden states at once."""
 
 
 class _Source:
@@ -50,6 +50,7 @@ class _Source:
         """dtype: of the logits."""
         self.head, self.hidden, self.dtype = head, hidden, dtype
         self.logits: Tensor | None = None
+        self.made: list[weakref.ref[DeferredLogits]] = []
         self.versions = self._versions()
         device = hidden.device.type
         is_autocasting = calls.is_autocasting(hidden)
@@ -64,7 +65,8 @@ class _Source:
         return self.logits is None and self.versions == self._versions()
 
     def compute(self) -> Tensor:
-        """The logits, with their graph, under the autocast of the forward."""
+        """The logits, with their graph, under the autocast of the forward. First computes what was made of them, too:
+        an edit in place then changes their views, and no copy of them."""
         if self.logits is None:
             if not self.is_pending:
                 raise RuntimeError(
@@ -74,19 +76,31 @@ class _Source:
             token = loss_call.set(None)
             device, dtype, is_autocasting = self.autocast
             try:
-                with torch.enable_grad(), torch.autocast(device, dtype, enabled=is_autocasting):
+                with with_graph(), torch.autocast(device, dtype, enabled=is_autocasting):
                     self.logits = self.head(self.hidden)
             finally:
                 loss_call.reset(token)
+            for reference in self.made:
+                if (deferred := reference()) is not None:
+                    deferred.tensor()
         return self.logits
 
 
 class DeferredLogits:
     """The logits of an output layer, not computed. Whatever is done with them computes them, but for the loss."""
 
-    def __init__(self, source: _Source, hidden: Tensor, dtype: torch.dtype, steps: Steps = ()) -> None:
-        self._source, self._hidden, self.dtype, self._steps = source, hidden, dtype, steps
+    def __init__(
+        self,
+        source: _Source,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        steps: Steps = (),
+        base: DeferredLogits | None = None,
+    ) -> None:
+        """base: what the last of the steps is applied to; None for the source's logits."""
+        self._source, self._hidden, self.dtype, self._steps, self._base = source, hidden, dtype, steps, base
         self._tensor: Tensor | None = None
+        source.made.append(weakref.ref(self))
 
     def _then(
         self,
@@ -99,7 +113,7 @@ class DeferredLogits:
         if self._source.logits is not None:
             return function(self.tensor(), *arguments)
         at = self._hidden if hidden is None else hidden()
-        return DeferredLogits(self._source, at, dtype or self.dtype, (*self._steps, (function, arguments)))
+        return DeferredLogits(self._source, at, dtype or self.dtype, (*self._steps, (function, arguments)), self)
 
     @property
     def shape(self) -> torch.Size:
@@ -145,7 +159,7 @@ class DeferredLogits:
         return self.tensor() + _computed(other)
 
     def contiguous(self, **kwargs: Any) -> Any:
-        return self.tensor().contiguous(**kwargs) if kwargs or self._source.logits is not None else self
+        return self.tensor().contiguous(**kwargs) if kwargs else self._then(Tensor.contiguous)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Nothing to do on the same device; a wider dtype is that of the loss."""
@@ -178,13 +192,17 @@ class DeferredLogits:
         return self._then(operator.getitem, index, hidden=lambda: self._hidden[index])
 
     def tensor(self) -> Tensor:
-        """The logits. Raises RuntimeError where the output layer was changed since the forward pass."""
+        """The logits. Raises RuntimeError where the output layer was changed since the forward pass, and in the forward
+        of an autograd.Function."""
+        _check_graph()
         if self._tensor is None:
             logits = self._source.compute()
-            with torch.enable_grad():
-                for function, arguments in self._steps:
-                    logits = function(logits, *arguments)
-            self._tensor = logits
+        if self._tensor is None:  # compute() calls this for all that are alive
+            if self._base is not None:
+                function, arguments = self._steps[-1]
+                with with_graph():
+                    logits = function(self._base.tensor(), *arguments)
+            self._tensor, self._base = logits, None
         return self._tensor
 
     def __getattr__(self, name: str) -> Any:
@@ -200,6 +218,7 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _check_graph()
         if func is functional.cross_entropy:
             loss = _loss(*args, **(kwargs or {}))
             if loss is not None:
@@ -208,6 +227,22 @@ class DeferredLogits:
             return args[0].tanh()
         args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.tensor, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _is_in_function() -> bool:
+    """Whether the forward of an autograd.Function runs: that switches forward-mode AD off, which torch.no_grad() does
+    not."""
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _check_graph() -> None:
+    """Raise RuntimeError in the forward of an autograd.Function: only tensors among its arguments get gradients."""
+    if _is_in_function():
+        raise RuntimeError(
+            "linear_cross_entropy: an autograd.Function (torch.utils.checkpoint with use_reentrant=True is one) got "
+            "logits that are computed when used, and would lose their gradient: give it logits.tensor(), or patch the "
+            'model with the pattern "cross_entropy" instead'
+        )
 
 
 def _computed(value: Any) -> Any:
@@ -326,6 +361,7 @@ def head_output(head: Any, hidden: Any) -> Any:
     is_autocasting = calls.is_autocasting(hidden)
     is_fusable = is_plain(head, nn.Linear) and hidden.dtype in KERNEL_DTYPES and hidden.dim() > 1 and hidden.numel() > 0
     is_fusable = is_fusable and (is_autocasting or hidden.dtype == head.weight.dtype)
+    is_fusable = is_fusable and not _is_in_function()
     if not is_fusable or calls.is_distributed(hidden) or calls.is_distributed(head.weight):
         calls.count_fallback(head)
         return linear(head, hidden)

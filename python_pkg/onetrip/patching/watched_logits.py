@@ -8,6 +8,8 @@ what it did. What the model returns are plain tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +61,13 @@ class LossCall:
 loss_call: ContextVar[LossCall | None] = ContextVar("loss_call", default=None)
 
 
+@contextmanager
+def with_graph() -> Iterator[None]:
+    """In this block values have their graph, also where a metric reads them under no_grad or inference_mode."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 class _Float32:
     """One conversion of logits to float32, put off until something else than the loss asks for it. Views share it."""
 
@@ -69,7 +78,7 @@ class _Float32:
     def values(self) -> Tensor:
         if self.wide is None:
             self.check()
-            with torch.enable_grad():
+            with with_graph():
                 self.wide = self.half.float()
         return self.wide
 
@@ -110,7 +119,7 @@ class WatchedLogits(Tensor):
             return self._rows
         if self._made is None:
             values = self._float32.values()
-            with torch.enable_grad():
+            with with_graph():
                 for function, arguments in self._views:
                     values = function(values, *arguments)
             self._made = values
