@@ -103,6 +103,11 @@ def _same_values(states: list[State], values: list[Tensor]) -> bool:
     return len(found) == len(values) and all(map(is_, found, values))
 
 
+def _on_host(numbers: Sequence[Any]) -> Tensor:
+    """int64, whatever torch.set_default_device says."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
 def increment_versions(params: Sequence[Tensor]) -> None:
     """Tells autograd that they were written to, as each in-place operation of torch does: a backward through what was
     computed from them before then raises. Inference tensors have no version."""
@@ -149,7 +154,7 @@ class StepTable:
         self._kinds = sorted(set(kinds), key=str)
         number = {kind: i for i, kind in enumerate(self._kinds)}
         kind_of = [number[kind] for kind in kinds]
-        self._kind_of = torch.tensor(kind_of, dtype=torch.int64)
+        self._kind_of = _on_host(kind_of)
         self._storages = [value.untyped_storage() for state in self._states for value in state.values()]
         self._look = _look_for(parts + list(chain.from_iterable(state.values() for state in self._states)))
         self._parts = self._seen(parts)
@@ -234,7 +239,7 @@ class StepTable:
             for slot in self.slots
         ]
         counters = [(self.slots[i].step.data_ptr(), self.slots[i].group) for i in last_slot_of.values()]
-        return torch.tensor(tensors, dtype=torch.int64), torch.tensor(counters, dtype=torch.int64)
+        return _on_host(tensors), _on_host(counters)
 
     def _select(self, members: list[int]) -> None:
         """Makes these members the ones that step; the tables for them follow with their gradients."""
@@ -250,7 +255,7 @@ class StepTable:
         self._selects_all = len(members) == len(self._params)
         self._selected_params = [self._params[i] for i in members]
         self._copied = [s for s in (self._sources[i] for i in members) if s.work is not s.part]
-        rows = torch.tensor([slot for i in members for slot in self._slots_of[i]], dtype=torch.int64)
+        rows = _on_host([slot for i in members for slot in self._slots_of[i]])
         self._tensors, self._selected_kinds = self._host[rows], self._kind_of[rows]
         counters, self._tensors[:, _COUNTER] = self._tensors[:, _COUNTER].unique(return_inverse=True)
         self._selected_slots = [self.slots[i] for i in rows.tolist()]
@@ -358,13 +363,13 @@ class StepTable:
         keys = self._selected_kinds * len(of_grads)
         if len(of_grads) > 1:
             number = {dtype: i for i, dtype in enumerate(of_grads)}
-            keys = keys + torch.tensor([number[dtype] for dtype in grad_dtypes], dtype=torch.int64)
+            keys = keys + _on_host([number[dtype] for dtype in grad_dtypes])
         keys[self._tensors[:, _NUMEL] == 0] = len(self._kinds) * len(of_grads)  # after all others, and cut off
         keys, order = keys.sort(stable=True)
         keys, n_tensors = keys.unique_consecutive(return_counts=True)
         n_chunks = (self._tensors[order, _NUMEL] + CHUNK - 1) // CHUNK
         ends = n_chunks.cumsum(0)
-        first = torch.arange(int(n_chunks.sum())) - torch.repeat_interleave(ends - n_chunks, n_chunks)
+        first = torch.arange(int(n_chunks.sum()), device="cpu") - torch.repeat_interleave(ends - n_chunks, n_chunks)
         chunks = torch.stack((torch.repeat_interleave(order, n_chunks), first * CHUNK), dim=1).contiguous()
         kinds, begin = [], 0
         for key, last in zip(keys.tolist(), n_tensors.cumsum(0).tolist(), strict=True):
