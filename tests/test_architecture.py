@@ -188,6 +188,22 @@ def test_a_function_has_at_most_12_parameters():
     assert not found
 
 
+MAKES_TENSORS = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand"}
+MAKES_TENSORS |= {"randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
+
+
+def test_what_makes_a_tensor_names_its_device():
+    """Without one it lies where torch.set_default_device says. methods/ runs in processes of its own."""
+    found = []
+    for path in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in MAKES_TENSORS}:
+                is_named = any(keyword.arg == "device" for keyword in node.keywords)
+                if not is_named and path.parent != PACKAGE / "methods":
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
+
+
 def test_what_is_installed(monkeypatch):
     """Every package of python_pkg, benchmarks and kernels/triton, and nothing of tools/ and tests/."""
     given = {}

@@ -83,10 +83,11 @@ class CodeTable(NamedTuple):
 def code_table(signed: bool) -> CodeTable:
     """On the CPU."""
     shift = _SIGNED_SHIFT if signed else _UNSIGNED_SHIFT
-    limits = torch.tensor(thresholds(signed), dtype=torch.float32)
+    limits = torch.tensor(thresholds(signed), dtype=torch.float32, device="cpu")
     limit_bits = limits.view(torch.int32)
-    first, last = (int(bits) >> shift for bits in (limit_bits[0], torch.tensor(1.0).view(torch.int32)))
-    least = torch.arange(first, last + 1, dtype=torch.int32) << shift
+    one = torch.ones((), dtype=torch.float32, device="cpu").view(torch.int32)
+    first, last = (int(bits) >> shift for bits in (limit_bits[0], one))
+    least = torch.arange(first, last + 1, dtype=torch.int32, device="cpu") << shift
     code = torch.bucketize(least.view(torch.float32), limits, right=True)
     code_after = torch.bucketize((least + ((1 << shift) - 1)).view(torch.float32), limits, right=True)
     carries_from = limit_bits[code.clamp(max=limits.numel() - 1)] - least
@@ -100,7 +101,7 @@ def _tables(device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, int]]:
     20 kB there and waits for it, so it must not be under the capture of a graph: nor may the compilation that comes
     with a first launch."""
     tables = {name: code_table(signed) for name, signed in _SIGNS}
-    tensors = [torch.tensor(code_map(signed), dtype=torch.float32) for _, signed in _SIGNS]
+    tensors = [torch.tensor(code_map(signed), dtype=torch.float32, device="cpu") for _, signed in _SIGNS]
     tensors += [table.entries for table in tables.values()]
     constants = {}
     for name, table in tables.items():

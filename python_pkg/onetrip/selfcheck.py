@@ -108,10 +108,10 @@ class Adam:
         elif self.rounding is Rounding.STOCHASTIC:
             slot = slot._replace(random_bits=(0, 0))
         table, group = StepTable.of_slots([slot]), Group(1.0, beta1, beta2, eps, 0.0, True, False)
-        exp_avg = exp_avg_sq = torch.zeros(n, dtype=torch.float64)
+        exp_avg = exp_avg_sq = torch.zeros(n, dtype=torch.float64, device="cpu")
         generator, wrong, right = torch.Generator().manual_seed(0), 0.0, 0.0
         for t in range(1, _ADAM_STEPS + 1):
-            grad = torch.randn(n, generator=generator).to(dtype)
+            grad = torch.randn(n, generator=generator, device="cpu").to(dtype)
             g = grad.double()
             exp_avg, exp_avg_sq = exp_avg.lerp(g, 1 - beta1), exp_avg_sq.lerp(g * g, 1 - beta2)
             exact = exp_avg / (1 - beta1**t) / ((exp_avg_sq / (1 - beta2**t)).sqrt() + eps)
@@ -246,8 +246,8 @@ def _rotary(name: str, *, interleaved: bool) -> Kernel:
 
     def tables(q: Tensor) -> tuple[Tensor, Tensor]:
         n_positions, n_pairs = q.shape[0], q.shape[1] // 2
-        frequencies = 1e4 ** -(torch.arange(n_pairs, dtype=torch.float64) / n_pairs)
-        angles = torch.arange(n_positions)[:, None] * frequencies
+        frequencies = 1e4 ** -(torch.arange(n_pairs, dtype=torch.float64, device="cpu") / n_pairs)
+        angles = torch.arange(n_positions, device="cpu")[:, None] * frequencies
         angles = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 2)
         return angles.cos().to(q), angles.sin().to(q)
 
@@ -437,7 +437,8 @@ def _errors(
     generator = torch.Generator().manual_seed(n_cols)
 
     def values(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
-        return (mean + torch.randn(*shape, dtype=torch.float64, generator=generator)).to(dtype).to(device)
+        drawn = torch.randn(*shape, dtype=torch.float64, generator=generator, device="cpu")
+        return (mean + drawn).to(dtype).to(device)
 
     inputs = {
         name: values(n_rows, n_cols, dtype=dtype, mean=mean)

@@ -104,6 +104,16 @@ def test_everything_allocated_is_written(target, rows, cols, operator, monkeypat
     assert_same(found, expected)
 
 
+@each_operator()
+def test_the_default_device_changes_nothing(target, operator):
+    """What was allocated without a device lay on it: losses were meta tensors, or the process crashed."""
+    leaves = operator.leaves(target)
+    expected = results_and_gradients(operator.call, leaves)
+    with torch.device("meta"):
+        found = results_and_gradients(operator.call, leaves)
+    assert_same(found, expected)
+
+
 @pytest.mark.promise("B11")
 @pytest.mark.promise("softmax B7, B8, B11")
 @each_operator()

@@ -3,6 +3,7 @@ meta tensors."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from targets import TARGETS, Target, target_fixture
 from tolerances import assert_compiles_once, assert_compiles_to_the_same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytestmark = [
     pytest.mark.promise("I6"),
@@ -78,6 +80,36 @@ def test_inductor_compiles_forward_and_backward(target, operator):
 def test_dynamic_shapes_compile_once(target, operator):
     calls = (operator.leaves(target, *size) for size in ((7, 6), (9, 6), (13, 11), (130, 7)))
     assert_compiles_once(operator.call, calls, operator.compare)
+
+
+def exported(strict: bool, call: Any, leaves: tuple[Tensor, ...]) -> Any:
+    class Module(torch.nn.Module):
+        def forward(self, *leaves: Tensor) -> Any:
+            return call(*leaves)
+
+    if strict and not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("torch 2.6 does not tell that it exports")
+    return torch.export.export(Module(), leaves, strict=strict).module()
+
+
+def made_by_fx(call: Any, leaves: tuple[Tensor, ...]) -> Any:
+    return make_fx(lambda *leaves: call(*leaves))(*leaves)
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [partial(exported, False), partial(exported, True), made_by_fx],
+    ids=["export", "strict-export", "make_fx"],
+)
+@pytest.mark.promise("export")
+@each_operator()
+def test_a_graph_recorded_without_gradients_has_those_of_eager_calls(target, operator, recorded):
+    """As torch's: its operators saved nothing for backward, and gradients were wrong, None, or an exception."""
+    leaves = operator.leaves(target)
+    with torch.no_grad():
+        graph = recorded(operator.call, tuple(leaf.detach() for leaf in leaves))
+    expected = results_and_gradients(operator.call, leaves)
+    assert_same(results_and_gradients(lambda *t: graph(*t), leaves), expected, operator.compare)
 
 
 @pytest.mark.promise("B12")

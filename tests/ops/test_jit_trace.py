@@ -29,7 +29,7 @@ def _without_warnings_of_the_tracer() -> Any:
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-@each_operator(but="linear_cross_entropy")  # torch.jit.trace knows no list of bools
+@each_operator()
 def test_a_traced_graph_gives_the_bits_of_eager_calls(target, operator, grad):
     """On other sizes, too, and with gradients that nobody wanted when it was traced."""
     with torch.set_grad_enabled(grad):

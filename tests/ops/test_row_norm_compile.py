@@ -10,7 +10,7 @@ import pytest
 import torch
 from cpu_cases import row_norm_plan
 from onetrip import ops
-from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from row_norm_cases import Inputs, call, make, normed, sublayer
 from tolerances import assert_bitwise
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -38,6 +38,20 @@ def test_wrong_arguments_raise_when_compiled():
     compiled = torch.compile(lambda x, w: ops.layer_norm(x, w), backend="eager")
     with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(6,\), got \(5,\)"):
         compiled(torch.randn(2, 6), torch.randn(5))
+
+
+def test_compiled_without_gradients_it_saves_nothing():
+    """Unlike exported programs: another graph is compiled where gradients are wanted."""
+    plans = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        plans.extend(RowNormPlan(*node.args[6:]) for node in graph.graph.nodes if "row_norm" in str(node.target))
+        return graph
+
+    compiled = torch.compile(lambda *t: ops.bias_dropout_residual_norm(*t), backend=keep, fullgraph=True)
+    with torch.no_grad():
+        compiled(torch.ones(3, 8), torch.ones(3, 8), torch.ones(8))
+    assert [(plan.store_stats, plan.store_z) for plan in plans] == [(False, False)]
 
 
 def test_make_fx_shows_one_operator_each_way():

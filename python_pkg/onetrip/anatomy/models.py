@@ -171,8 +171,8 @@ def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: in
     weight = next(model.parameters())
     generator = torch.Generator().manual_seed(seed)
     if reads_images(model):
-        pixels = torch.randn(batch_size, *image_shape(config), generator=generator)
-        labels = torch.randint(config.num_labels, (batch_size,), generator=generator)
+        pixels = torch.randn(batch_size, *image_shape(config), generator=generator, device="cpu")
+        labels = torch.randint(config.num_labels, (batch_size,), generator=generator, device="cpu")
         return {"pixel_values": pixels.to(weight.device, weight.dtype), "labels": labels.to(weight.device)}
     config = config.get_text_config()  # of Gemma 3, which takes images too
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or -1
@@ -181,10 +181,10 @@ def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: in
     if 0 < longest < sequence_length and not getattr(config, "is_encoder_decoder", False):  # XLNet's -1: no limit
         raise UsageError(f"--sequence-length must be at most {longest} for this model, got {sequence_length}")
     first, shape = first_word_id(config.vocab_size), (batch_size, sequence_length)
-    ids = torch.randint(first, config.vocab_size, shape, generator=generator)
+    ids = torch.randint(first, config.vocab_size, shape, generator=generator, device="cpu")
     labels = ids
     if type(model).__name__.endswith("ForMaskedLM"):
-        masked = torch.rand(ids.shape, generator=generator) < MASKED_FRACTION
+        masked = torch.rand(ids.shape, generator=generator, device="cpu") < MASKED_FRACTION
         masked[:, 0] = True  # at least one position a row, so that the loss is a number
         labels = torch.where(masked, ids, IGNORED_LABEL)
     return {"input_ids": ids.to(weight.device), "labels": labels.to(weight.device)}

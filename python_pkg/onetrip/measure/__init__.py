@@ -159,7 +159,7 @@ def at_most_more(n_bytes: int | None) -> Iterator[None]:
     than Linux: no limit. Thread stacks count, and OpenMP aborts a process that cannot have them: torch's threads are
     started first.
     """
-    torch.zeros(1 << 20).sum()
+    torch.zeros(1 << 20, device="cpu").sum()
     try:
         import resource
 

@@ -61,7 +61,8 @@ def sums_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:
     if choose("adam", tables.device, True) != "cpu":
         # Not by chunks: index_add_ has no fixed order on a GPU.
         return torch.stack(torch._foreach_norm(grads, 2.0, torch.float64)).square()
-    return torch.zeros(len(grads), dtype=torch.float64).index_add_(0, tables.chunks[:, 0], _squares_of_chunks(tables))
+    sums = torch.zeros(len(grads), dtype=torch.float64, device="cpu")
+    return sums.index_add_(0, tables.chunks[:, 0], _squares_of_chunks(tables))
 
 
 def sum_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:

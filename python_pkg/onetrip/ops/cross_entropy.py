@@ -23,6 +23,7 @@ from .common.tracing import (
     are_plain_tensors_traced,
     autocast_dtype,
     is_autocasting,
+    is_recorded,
     is_traced,
     is_transformed,
     reject_onnx_export,
@@ -128,7 +129,7 @@ def linear_cross_entropy(
     before the factor of a loss scaler comes. With "none" backward computes the chunks again. Only gradients of what
     requires grad are computed. Where the gradient of the logits is smaller than those of hidden and weight, it is kept
     in their place, and backward computes them from it. Those of weight and bias are summed in float32. Deterministic
-    where torch's matrix products are.
+    where torch's matrix products are. torch.export, torch.jit.trace and make_fx record it as "none", and reduce.
 
     process_group: the vocabulary is cut over its ranks (tensor parallelism). weight and bias hold this rank's classes:
     of n_classes in all, rank r has those from r * ceil(n_classes / n_ranks) on, as torch.chunk and a DTensor's Shard(0)
@@ -159,6 +160,9 @@ def linear_cross_entropy(
     operands = (rows, weight, bias)
     if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
         _reject_traced(function, part)
+        if is_recorded():  # which gradients will be wanted is not known, and torch.jit.trace knows no list of bools
+            loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows)
+            return _reduced(loss, labels, plan, reduction, labels.shape)
         settings = (reduction == "mean", chunk_rows or 0, _wants(*operands))
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
     if is_transformed():

@@ -132,7 +132,7 @@ class LinearReduced(torch.autograd.Function):
         if ctx.keeps_dlogits:
             hidden, weight, dlogits = ctx.saved_tensors
             ctx.gradients = linear.products(dlogits, hidden, weight, ctx.dtypes, ctx.needs_input_grad[:3])
-            ctx.factors = torch.ones(2, dtype=dloss.dtype)
+            ctx.factors = torch.ones(2, dtype=dloss.dtype, device="cpu")
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None
         found, ctx.gradients = ctx.gradients, None

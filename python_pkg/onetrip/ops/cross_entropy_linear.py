@@ -305,7 +305,7 @@ class _Sums:
         buffer = chunk.hidden.new_empty((size, n_hidden))
         has_no_rest = self.rest is None
         if self.is_in_parts and self.rest is None:
-            self.rest = torch.empty(dweight.shape, dtype=torch.int16)
+            self.rest = torch.empty(dweight.shape, dtype=torch.int16, device="cpu")
         for first in range(0, n_classes, size):
             classes = slice(first, min(first + size, n_classes))
             columns, product = chunk.logits[:, classes], _part(buffer, slice(0, classes.stop - first))

@@ -11,6 +11,8 @@ from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from .common.backends import native
 from .common.native import DTYPE_CODE, Launcher, raise_error
 
+_CPU = torch.device("cpu")  # a string is parsed in a tenth of a microsecond
+
 
 @lru_cache(maxsize=1024)
 def _launcher(plan: CrossEntropyPlan, dtype: torch.dtype) -> Launcher:
@@ -33,14 +35,16 @@ def total(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, divisor: int) 
     """(the sum of the losses over divisor, reference.cross_entropy.forward's stats followed by the losses: one
     dimension), as forward."""
     n_rows = logits.shape[0]
-    found, stats = torch.empty((), dtype=torch.float32), torch.empty(3 * n_rows, dtype=torch.float32)
+    found = torch.empty((), dtype=torch.float32, device=_CPU)
+    stats = torch.empty(3 * n_rows, dtype=torch.float32, device=_CPU)
     _launch(logits, plan, labels, None, stats, 0, None, None, 0, None, None, found, divisor)
     return found, stats
 
 
 def total_and_gradient_(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, divisor: int) -> Tensor:
     """The sum of the losses over divisor; its gradient is written over the logits, which are contiguous."""
-    found, loss = torch.empty((), dtype=torch.float32), torch.empty(logits.shape[0], dtype=torch.float32)
+    found = torch.empty((), dtype=torch.float32, device=_CPU)
+    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=_CPU)
     _launch(logits, plan, labels, loss, None, 0, None, 1.0 / divisor, 0, None, logits, found, divisor)
     return found
 
@@ -56,7 +60,7 @@ def add_to_sums(nearest: Tensor, rest: Tensor, terms: Tensor, is_first: bool) ->
 
 def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool = False) -> RowStatistics:
     """reference.cross_entropy.forward by the native library, for logits of last stride 1 and contiguous labels."""
-    stats = torch.empty((logits.shape[0], 2), dtype=torch.float32)
+    stats = torch.empty((logits.shape[0], 2), dtype=torch.float32, device=_CPU)
     loss, entropy = losses(logits, labels, plan, wants_entropy, stats)
     return RowStatistics(loss, stats, entropy)
 
@@ -65,7 +69,7 @@ def losses(
     logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool, stats: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """(losses, entropies where wanted) of forward; stats: to be written."""
-    loss = torch.empty(logits.shape[0], dtype=torch.float32)
+    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=_CPU)
     entropy = torch.empty_like(loss) if wants_entropy else None
     _launch(logits, plan, labels, loss, stats, 0, entropy, None, 0, None, None, None, 1)
     return loss, entropy
@@ -73,7 +77,7 @@ def losses(
 
 def backward(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> Tensor:
     """reference.cross_entropy.backward. weights: contiguous, as stats."""
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype)
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=_CPU)
     _launch_backward(logits, labels, stats, weights, plan, dlogits)
     return dlogits
 
@@ -93,7 +97,7 @@ def forward_backward_(
     logits: Tensor, labels: Tensor, weights: Tensor, entropy_weights: Tensor | None, plan: CrossEntropyPlan
 ) -> Tensor:
     """reference.cross_entropy.forward_backward_, for contiguous logits."""
-    loss = torch.empty(logits.shape[0], dtype=torch.float32)
+    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=_CPU)
     stride = int(weights.numel() > 1)
     _launch(logits, plan, labels, loss, None, 0, None, weights, stride, entropy_weights, logits, None, 1)
     return loss

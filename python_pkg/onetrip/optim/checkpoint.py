@@ -155,7 +155,7 @@ def _parsed(file: Any, size: int) -> dict[str, Any]:
         data, at = _read(file, end - begin), end
         digest.update(data)
         dtype = dtypes[about["dtype"]]
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
         tensors[name] = flat.view(about["shape"])
     if file.read(1) or digest.hexdigest() != checksum:
         raise ValueError("its checksum is another")

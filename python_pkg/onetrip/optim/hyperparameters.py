@@ -100,10 +100,11 @@ def checked_max_grad_norm(function: str, max_grad_norm: Any) -> float | None:
 
 def number_on(device: torch.device, number: Any) -> Tensor:
     """A GradScaler's tensor, or what a user has set, as one float32 on the device."""
-    number = torch.as_tensor(number, dtype=torch.float32)
+    if not isinstance(number, Tensor):
+        number = torch.tensor(number, dtype=torch.float32, device="cpu")
     if number.numel() != 1:
         raise ValueError(f"step: grad_scale and found_inf must have one element, got shape {tuple(number.shape)}")
-    return number.to(device, non_blocking=True)
+    return number.to(device, torch.float32, non_blocking=True)
 
 
 class Options:

@@ -83,6 +83,11 @@ def _same_values(states: list[State], values: list[Tensor]) -> bool:
     return len(found) == len(values) and all(map(is_, found, values))
 
 
+def _on_host(numbers: Sequence[Any]) -> Tensor:
+    """int64, whatever torch.set_default_device says."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
 def increment_versions(params: Sequence[Tensor]) -> None:
     """Tells autograd that they were written to, as each in-place operation of torch does: a backward through what was
     computed from them before then raises. Inference tensors have no version."""
@@ -204,7 +209,7 @@ class StepTable:
             for slot in self.slots
         ]
         counters = [(self.slots[i].step.data_ptr(), self.slots[i].group) for i in last_slot_of.values()]
-        return torch.tensor(tensors, dtype=torch.int64), torch.tensor(counters, dtype=torch.int64)
+        return _on_host(tensors), _on_host(counters)
 
     def _select(self, members: list[int]) -> None:
         """Makes these members the ones that step; the tables for them follow with their gradients."""
@@ -324,8 +329,10 @@ class StepTable:
         chunks, kinds, n_before = [], [], 0
         for ((param_dtype, is_8bit, rounding), grad_dtype), rows in rows_of.items():
             n_chunks = (self._tensors[rows, _NUMEL] + CHUNK - 1) // CHUNK
-            first = torch.arange(int(n_chunks.sum())) - (n_chunks.cumsum(0) - n_chunks).repeat_interleave(n_chunks)
-            chunks.append(torch.stack((torch.tensor(rows).repeat_interleave(n_chunks), first * CHUNK), dim=1))
+            first = torch.arange(int(n_chunks.sum()), device="cpu") - (n_chunks.cumsum(0) - n_chunks).repeat_interleave(
+                n_chunks
+            )
+            chunks.append(torch.stack((_on_host(rows).repeat_interleave(n_chunks), first * CHUNK), dim=1))
             if n_of_kind := len(first):
                 kinds.append(Kind(param_dtype, grad_dtype, is_8bit, rounding, n_before, n_of_kind))
                 n_before += n_of_kind

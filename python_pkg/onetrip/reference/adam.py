@@ -111,7 +111,7 @@ def code_map(signed: bool) -> tuple[float, ...]:
     """256 increasing values, each a float32 number: what the codes 0 to 255 stand for."""
     magnitudes = _magnitudes(signed)
     values = [-value for value in reversed(magnitudes[1:-1])] + magnitudes if signed else magnitudes
-    return tuple(torch.tensor(values, dtype=torch.float64).to(torch.float32).tolist())
+    return tuple(torch.tensor(values, dtype=torch.float64, device="cpu").to(torch.float32).tolist())
 
 
 @functools.cache
@@ -119,7 +119,8 @@ def thresholds(signed: bool) -> tuple[float, ...]:
     """Where magnitudes change code: entry q - 1 is the least float32 number that is nearer to magnitude q than to
     q - 1, or as near to both. 128 entries (signed), or 255."""
     magnitudes = [value for value in code_map(signed) if value >= 0.0]
-    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(magnitudes)], dtype=torch.float64)
+    halves = [(low + high) / 2 for low, high in pairwise(magnitudes)]
+    middles = torch.tensor(halves, dtype=torch.float64, device="cpu")
     least = middles.to(torch.float32)
     above = torch.nextafter(least, torch.full_like(least, torch.inf))
     return tuple(torch.where(least.to(torch.float64) < middles, above, least).tolist())

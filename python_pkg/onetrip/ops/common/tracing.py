@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
 _watched_as: ContextVar[str | None] = ContextVar("onetrip_watched_as", default=None)
 
 
@@ -67,8 +68,13 @@ def watched_as() -> str | None:
 
 
 def is_recorded() -> bool:
-    """Whether torch.jit.trace records the call. Its graph may run where gradients are wanted, if none are now."""
-    return not torch.compiler.is_compiling() and is_jit_tracing()
+    """Whether torch.jit.trace, torch.export or make_fx records a traced call. Their graphs may run where gradients are
+    wanted, if none are now; torch.compile makes another graph then."""
+    if torch.compiler.is_dynamo_compiling():
+        return _is_exporting()
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return is_jit_tracing() or get_proxy_mode() is not None
 
 
 def reject_onnx_export() -> None:
