@@ -160,7 +160,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, fewer rounds.")] = False,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write DIR/<machine>/<suite>.json.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out what DIR has of this very code.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what DIR has of this code; reject other.")
+    ] = False,
     everything: Annotated[
         bool, typer.Option("--everything", help="The full validation and benchmark suite of a GPU, into --output DIR.")
     ] = False,
@@ -232,6 +234,8 @@ def bench(
         _reject(reason)
     try:
         status = _measure(options, chosen, folder, resume, as_json, selected)
+    except UsageError as error:
+        _reject(str(error))
     except KeyboardInterrupt:
         status = INTERRUPTED
     if status:

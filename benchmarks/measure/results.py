@@ -146,6 +146,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     def lasting(content: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: content.get(name) for name in ("machine", "versions", "commit", "code", "measured")}
+        # By its id alone: files of this very run may count as changes, and code tells of others.
+        found["commit"] = found["commit"] and found["commit"]["id"]
         if isinstance(found["machine"], dict):
             found["machine"] = {key: item for key, item in found["machine"].items() if key != "driver and clocks"}
         return found

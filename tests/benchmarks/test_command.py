@@ -262,3 +262,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_does_the_rest(tmp_path: Path) -> N
     assert path.name == "row_norm.json"
     assert records(path) == [f"rms_norm-M{n}-N64-fp32" for n in (8, 16, 32, 48, 56)]
     assert json.loads(path.read_text())["complete"] is True
+
+    rejected = bench(*arguments, "--pass=forward", "--resume", cwd=tmp_path)
+    assert rejected.returncode == 2 and "was measured with another choice of" in rejected.stderr
+    assert "Traceback" not in rejected.stderr and len(records(path)) == 5

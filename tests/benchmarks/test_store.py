@@ -106,6 +106,12 @@ def test_what_another_run_measured_is_not_continued(tmp_path: Path, name: str, v
         store(tmp_path, LATER | {name: value}).resume()
 
 
+def test_results_in_the_source_tree_do_not_make_another_commit(tmp_path: Path) -> None:
+    store(tmp_path).add("softmax", record("a"))
+    later = store(tmp_path, LATER | {"commit": HEADER["commit"] | {"modified": True}})
+    assert later.resume() == {"softmax": {"a"}}
+
+
 def test_clocks_that_moved_do_not_make_another_machine(tmp_path: Path) -> None:
     store(tmp_path).add("softmax", record("a"))
     later = store(tmp_path, LATER | {"machine": HEADER["machine"] | {"driver and clocks": "580, 345 MHz"}})

@@ -184,3 +184,20 @@ def test_nothing_is_read_twice_where_nothing_changed(moved: bool, monkeypatch: p
         if moved:
             _new_gradients(optimizer)
         optimizer.step()
+
+
+def test_storage_of_a_parameter_that_rests_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As offloaded experts do. It is looked at when it steps again."""
+    optimizer, _ = _pair()
+    resting = _params(optimizer)[1]
+    for step in range(4):
+        set_grads(_params(optimizer), step)
+        rests = step in (1, 2)
+        with monkeypatch.context() as patch:
+            if rests:
+                resting.grad = None
+                patch.setattr(StepTable, "_rows", lambda *_: pytest.fail("the table was made anew"))
+            resting.data = resting.data.clone()
+            before = resting.clone()
+            optimizer.step()
+        assert torch.equal(resting, before) is rests

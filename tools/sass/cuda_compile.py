@@ -95,7 +95,7 @@ def cuda_includes() -> list[Path] | None:
 
 
 def simulator_flags(csrc: Path = CSRC) -> list[str]:
-    """Of g++, for sources that include those of csrc/cuda as the simulator's C++."""
+    """Flags of g++ for sources that include those of csrc/cuda as the simulator's C++."""
     folders = cuda_includes()
     assert folders is not None
     flags = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-DONETRIP_CUDASIM"]

@@ -14,7 +14,7 @@ BUILD = EMULATOR.parents[1] / "build" / "cudasim"
 
 
 def digest_of(settings: Iterable[str], files: Iterable[Path] = ()) -> str:
-    """Of what a build depends on: settings, and names and contents of files."""
+    """A hash of what a build depends on: settings, and names and contents of files."""
     digest = hashlib.sha256("\0".join(settings).encode())
     for path in sorted(files, key=lambda path: (path.name, path.parent.name)):
         digest.update(path.name.encode() + path.read_bytes())

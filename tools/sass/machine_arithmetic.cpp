@@ -53,7 +53,7 @@ void set_compared(Thread& t, const Instruction& i, bool result) {
 }
 
 float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-// Of an instruction on float32: an operand, and the result, to be set.
+// An operand of an instruction on float32, and its result, to be set.
 float float_operand(const Thread& t, const Instruction& i, size_t k) {
   return i.is(kFTZ) ? flushed(t.f(i[k])) : t.f(i[k]);
 }

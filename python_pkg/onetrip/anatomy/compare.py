@@ -119,7 +119,7 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     fake = fake_copy(load_model(options.model, weights=False), FakeTensorMode(), DTYPES[options.dtype])
     predictions = _Predictions(fake.train(), options, device.type, progress)
     predicted, unpredicted = {}, {}
-    # Of "compiled" alone the eager step is predicted, whose memory is checked.
+    # With "compiled" alone the eager step is predicted: its memory is checked.
     for name in [name for name in options.columns if name != "compiled"] or ["eager"]:
         try:
             predicted[name] = predictions.of(name, options.batch_size)

@@ -145,12 +145,13 @@ def _head_of(config: Any) -> str:
 
 
 def reads_images(model: nn.Module) -> bool:
+    """Whether a batch of it is images, and no text."""
     return model.main_input_name == "pixel_values"
 
 
 def image_shape(config: Any) -> tuple[int, int, int]:
     """(channels, height, width) of the images that a model takes."""
-    config = getattr(config, "vision_config", config)
+    config = getattr(config, "vision_config", None) or config
     size = getattr(config, "image_size", 224)  # ResNet takes any
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     return config.num_channels, height, width

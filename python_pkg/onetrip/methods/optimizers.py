@@ -15,7 +15,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
 
 
 def _optimizer(module: str, name: str, lr: float = LEARNING_RATE, **options: Any) -> MakeOptimizer:
-    """Its library is imported when the optimizer is made."""
+    """Makes module.name, and imports the module only then."""
     return lambda params: getattr(import_module(module), name)(params, lr=lr, **options)
 
 

@@ -135,7 +135,7 @@ class Options:
 
 def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
     lr = group["lr"]
-    if isinstance(lr, Tensor):  # one on a device is not read: which it is, as its Group keeps it alive
+    if isinstance(lr, Tensor):  # one on a GPU is not read; its id stands for it, as long as its Group keeps it alive
         lr = lr.item() if lr.device.type == "cpu" and lr.numel() == 1 else ("id", id(lr))
     values = (lr, *[group[key] for key in _KEYS])
     return values + tuple(map(type, values))  # 8.0 == 8

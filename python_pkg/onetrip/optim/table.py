@@ -72,6 +72,12 @@ def _look(tensors: list[Any]) -> tuple[bytes, bytes]:
     return array("q", layouts).tobytes(), _addresses(tensors)
 
 
+def _of(members: list[int], seen: tuple[bytes, bytes]) -> list[list[int]]:
+    """What _look saw of these tensors."""
+    numbers = [memoryview(each).cast("q") for each in seen]
+    return [[each[i] for i in members] for each in numbers]
+
+
 def _addresses(tensors: Iterable[Any]) -> bytes:
     return array("q", [0 if t is None else t.data_ptr() for t in tensors]).tobytes()
 
@@ -297,7 +303,7 @@ class StepTable:
     def _same_members(self, parts: tuple[bytes, bytes]) -> bool:
         """parts: what is seen of the members' parts."""
         return (
-            parts == self._parts
+            (parts == self._parts or _of(self._members, parts) == _of(self._members, self._parts))
             and _same_values(self._selected_states, self._selected_values)
             and _look(self._large)[1] == self._large_addresses
         )

@@ -271,7 +271,8 @@ def set_class(module: nn.Module, cls: type) -> None:
 
 
 def restore_class(module: nn.Module) -> None:
-    """Restore the original class. Rebinds forwards that accelerate (a hook, autocast) stored on the instance."""
+    """Restore the original class. Rebinds forwards that accelerate (a hook, autocast) stored on the instance; what its
+    autocast wraps stays, until accelerate unwraps the model."""
     patched = type(module)
     original = calls.original_class(patched)
     set_class(module, original)

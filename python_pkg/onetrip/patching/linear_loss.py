@@ -205,6 +205,10 @@ class DeferredLogits:
             self._tensor, self._base = logits, None
         return self._tensor
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the logits."""
+        return self.tensor().__reduce_ex__(protocol)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -233,6 +237,11 @@ def _is_in_function() -> bool:
     """Whether the forward of an autograd.Function runs: that switches forward-mode AD off, which torch.no_grad() does
     not."""
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _is_in_reentrant_backward() -> bool:
+    """Whether a reentrant checkpoint runs the model again: to what it returned it gives gradients as to tensors."""
+    return torch._C._current_graph_task_id() != -1 and not calls.has_saved_tensor_hooks()
 
 
 def _check_graph() -> None:
@@ -361,7 +370,7 @@ def head_output(head: Any, hidden: Any) -> Any:
     is_autocasting = calls.is_autocasting(hidden)
     is_fusable = is_plain(head, nn.Linear) and hidden.dtype in KERNEL_DTYPES and hidden.dim() > 1 and hidden.numel() > 0
     is_fusable = is_fusable and (is_autocasting or hidden.dtype == head.weight.dtype)
-    is_fusable = is_fusable and not _is_in_function()
+    is_fusable = is_fusable and not (_is_in_function() or _is_in_reentrant_backward())
     if not is_fusable or calls.is_distributed(hidden) or calls.is_distributed(head.weight):
         calls.count_fallback(head)
         return linear(head, hidden)

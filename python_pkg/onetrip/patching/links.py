@@ -4,7 +4,7 @@ A norm may follow a sum in a branch, after other statements, in a child, or in t
 the model runs: a sum remembers which tensor it returned; a patched norm that receives exactly that tensor tells the
 sum, and from the next call on the sum computes its result z and y = norm(z) in one kernel. The norm returns that y when
 it is called with that very z, unmodified; with anything else it computes as ever. After repeated misses the sum is
-unlinked. Backward is one kernel, too, and z's gradient is whole for whoever looks at it (ops.row_norm_autograd,
+unlinked. Backward is one kernel, too, and hooks on z see its whole gradient (ops.row_norm_autograd,
 deferred_norm).
 
 There are no links where y could be wrong or cost memory: under torch.compile, torch.jit.trace, torch.func and dispatch
@@ -181,7 +181,7 @@ def _same_mode(x: Tensor, z: Tensor) -> bool:
 def _viewed(x: Tensor) -> Tensor:
     """The tensor that x is all rows of, if x is its view, made in the same graph; else x.
 
-    A view of a view is x: nobody would ask the tensor between them for hooks.
+    A view of a view is x: hooks on the tensor between them would not be seen.
     """
     z = x._base
     if z is None or z.numel() != x.numel() or z.shape[-1] != x.shape[-1]:
@@ -249,7 +249,7 @@ class Sum:
                 calls.count_fused(module)
                 return result
             z = self._alone(x, residual, bias, p) if is_sum else _unfused(x, residual, bias, p, self.branch == 0)
-            y = self._normed(z, norm)
+            y = None if is_sum else self._normed(z, norm)
             is_fused = y is not None and bias is None and not p
             (calls.count_fused if is_fused else calls.count_fallback)(module)
             return self._pair(z, norm(z) if y is None else y)
@@ -350,21 +350,20 @@ def _is_sum(x: Any, residual: Any) -> bool:
     """Whether the operands are floating-point tensors of one shape that the operators take."""
     return (
         _is_operand(x)
-        and isinstance(residual, Tensor)
-        and residual.is_floating_point()
+        and _is_operand(residual)
         and x.shape == residual.shape  # no broadcasting
-        and not (type(residual) is not Tensor and calls.is_distributed(residual))
         and x.device == residual.device
     )
 
 
 def _is_operand(x: Any) -> bool:
+    """Whether it is a floating-point tensor that the operators take."""
     return (
         isinstance(x, Tensor)
         and x.is_floating_point()
         and not x.is_meta  # torch has no autocast of meta, and raises when asked
         and x.dim() > 1
-        and not (type(x) is not Tensor and calls.is_distributed(x))
+        and (type(x) is Tensor or not calls.is_distributed(x))
     )
 
 

@@ -108,7 +108,7 @@ class WatchedLogits(Tensor):
 
     @classmethod
     def of(cls, rows: Tensor, float32: _Float32 | None = None, views: tuple[_View, ...] = ()) -> WatchedLogits:
-        # A tensor for whoever asks for one (isinstance, autograd.Function). A FakeTensor: a meta tensor of its shape.
+        # A tensor for isinstance and autograd.Function. Of a FakeTensor: a meta tensor of its shape.
         watched = rows.as_subclass(cls) if type(rows) is Tensor else _shape_of(rows).as_subclass(cls)
         watched._rows, watched._float32, watched._views, watched._made = rows, float32, views, None
         return watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,33 @@ def test_a_function_of_autograd_raises_where_it_would_lose_the_gradient(loss: An
             logits.argmax(-1)
     loss(logits.tensor(), inputs["labels"]).backward()
     assert model.lm_head.weight.grad.any()
+
+
+def test_a_model_in_a_reentrant_checkpoint_returns_logits_with_their_gradient() -> None:
+    model, inputs = made()
+    embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach()
+
+    def step() -> dict[str, Tensor]:
+        def run(x: Tensor) -> tuple[Tensor, Tensor]:
+            output = model(inputs_embeds=x, labels=inputs["labels"])
+            return output.loss, output.logits
+
+        model.zero_grad()
+        loss, logits = checkpoint(run, embeddings.requires_grad_(), use_reentrant=True)
+        (loss + logits.square().mean()).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = step()
+    patch_model(model, patterns=["linear_cross_entropy"])
+    assert_agree(step(), expected)
+
+
+def test_deferred_logits_are_pickled_as_the_logits() -> None:
+    model, inputs = made()
+    patch_model(model, patterns=["linear_cross_entropy"])
+    logits = model(**inputs).logits
+    loaded = pickle.loads(pickle.dumps(logits))
+    assert type(loaded) is Tensor and torch.equal(loaded, logits.tensor())
 
 
 def test_losses_that_keep_the_gradient_beside_functions_of_autograd() -> None:

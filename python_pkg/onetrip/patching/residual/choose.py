@@ -71,8 +71,6 @@ def choose_sums(
     norm_of: recognises a leaf norm. closed: ids of children whose dropouts and linear layers stay in them. is_wrapped:
     whether something around the forward may change its results.
     """
-    # Sums of embeddings may broadcast.
-    needs_norm = is_wrapped or any(isinstance(child, nn.Embedding) for child in module._modules.values())
     chosen: list[Choice] = []
     taken: set[int] = set()
     reason: Unsuitable | None = None
@@ -83,7 +81,8 @@ def choose_sums(
             reason = norm
         elif norm is not None:
             choice = replace(choice, norm=norm[0], spec=norm[1], norm_class=norm[2])
-        if _is_worth_it(choice) and not (needs_norm and choice.norm is None):
+        is_closed = choice.norm is not None  # nothing of its work is left to the caller
+        if _is_worth_it(choice) and (is_closed or not is_wrapped):
             taken |= {id(statement) for statement in choice.operand.statements} if choice.operand is not None else set()
             chosen.append(choice)
     is_open = all(each.operand is None and each.norm is None for each in chosen)
