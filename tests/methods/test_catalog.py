@@ -153,10 +153,20 @@ def test_choosing():
     assert some[0] is BASELINE
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "adamw8bit", "adafactor", "sgd"])
-def test_optimizers_take_a_step(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw", {"lr": 5e-4, "fused": None}),
+        ("adamw-fused", {"lr": 5e-4, "fused": True}),
+        ("adamw8bit", {"lr": 5e-4}),
+        ("adafactor", {"lr": 5e-4, "scale_parameter": False, "relative_step": False}),
+        ("sgd", {"lr": 5e-2, "momentum": 0.9}),
+    ],
+)
+def test_optimizers_take_a_step(name, options):
     p = torch.nn.Parameter(torch.ones(64, 8))
     optimizer = OPTIMIZERS[name]([p])
+    assert options.items() <= optimizer.defaults.items()
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert (p < 1).all()

@@ -135,6 +135,14 @@ def test_dropout_is_that_of_the_step_whoever_trains_in_between(source):
     assert losses[0] == losses[1]
 
 
+def test_every_step_draws_its_own_dropout(trainer, monkeypatch):
+    made, seeds = trainer(), []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    for _ in range(3):
+        made.train_step()
+    assert len(set(seeds)) == 3
+
+
 def test_training_leaves_the_source_alone_and_learns(trainer, source):
     before = {name: p.clone() for name, p in source.named_parameters()}
     made = trainer()

@@ -1,5 +1,5 @@
 """What `operands` makes of layouts that DLPack's C exchange can tell and no torch tensor on a CPU has, in a table that
-ctypes builds here. test_operands.py asks tensors."""
+ctypes builds here. test_operands.py and tests/ops/test_row_norm_checks.py ask tensors."""
 
 from __future__ import annotations
 

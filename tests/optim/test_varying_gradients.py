@@ -78,7 +78,7 @@ def test_any_set_after_any_other(dtypes, tables):
 
 
 def test_what_changes_while_a_parameter_rests_is_seen(tables):
-    """Storage, state, an entry, a dtype, the group: each found when it is its turn, and nothing old is written to."""
+    """Storage, a tensor, an entry, a dtype, strides: each found when it is its turn, and nothing old is written to."""
     pair = Pair([torch.float32])
     n = len(pair.params)
     pair.step(range(n), 0)

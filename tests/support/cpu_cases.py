@@ -64,7 +64,7 @@ def cpu_level(name: str) -> Iterator[None]:
         assert library.set_cpu_level(best)
 
 
-cpu_only = pytest.mark.skipif(RUNS_TRITON, reason="of the CPU kernels")
+cpu_only = pytest.mark.skipif(RUNS_TRITON or native() is None, reason="of the CPU kernels")
 triton_only = pytest.mark.skipif(not RUNS_TRITON, reason="of Triton's kernels, which test_triton_cases.py runs")
 
 

@@ -14,9 +14,10 @@ import torch
 from onetrip.kernels import interpreter_fault
 
 ROOT = Path(__file__).parents[2]
-INTERPRET = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-COMPILE = {"TRITON_INTERPRET": "0"}
-EMULATE = {
+CASES = {"ONETRIP_TRITON_CASES": "1"}
+INTERPRET = CASES | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+COMPILE = CASES | {"TRITON_INTERPRET": "0"}
+EMULATE = CASES | {
     "TRITON_INTERPRET": "0",
     "CUDA_VISIBLE_DEVICES": "",
     "ONETRIP_TRITON_MACHINE": "1",
@@ -27,7 +28,7 @@ EMULATE = {
 """Compiled for sm_90, and its machine code run on the CPU: see triton_machine.py."""
 
 # How this process runs cases: with Triton, or with the CPU kernels those that are not Triton's alone.
-RUNS_TRITON = "TRITON_INTERPRET" in os.environ
+RUNS_TRITON = CASES.items() <= os.environ.items()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = os.environ.get("ONETRIP_TRITON_MACHINE") == "1"
 DEVICE = torch.device("cuda" if RUNS_TRITON and not (INTERPRETED or EMULATED) else "cpu")

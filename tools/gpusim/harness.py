@@ -276,6 +276,7 @@ def assert_same_outputs(what: str, actual: Outputs, expected: Outputs) -> None:
 
 def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
     """NaN is NaN."""
+    assert actual.shape == expected.shape, name
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
     wrong = (actual.view(bits) != expected.view(bits)) & ~(torch.isnan(actual) & torch.isnan(expected))
     assert_none(wrong, name, actual, expected)
