@@ -40,7 +40,8 @@ def test_result_tells_the_whole_story(result):
         "dropout_add_norm": 12,
         "attention_softmax": 6,
         "bias_activation": 7,  # the last one is the head's
-        "layer_norm": 2,  # embeddings', the head's
+        "add_norm": 1,  # the embeddings'
+        "layer_norm": 1,  # the head's
         "dropout": 1,  # the embeddings'
         "linear_cross_entropy": 2,  # the model and its output layer
         "tied_embedding": 1,  # the output layer's matrix

@@ -22,12 +22,11 @@ from tolerances import assert_bitwise
 from torch import Tensor
 from triton_runner import DEVICE, EMULATED, INTERPRETED
 
-pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.promise("adam bits")]
+pytestmark = pytest.mark.promise("adam bits")
 kernels = kernels_fixture("avx512vbmi")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
-PLAIN = ADAMW._replace(beta1=0.0, beta2=0.0, weight_decay=0.0)
-"""m becomes the gradient, and v its square, whatever they were."""
+PLAIN = ADAMW._replace(beta1=0.0, beta2=0.0, weight_decay=0.0)  # m becomes the gradient, v its square
 KEY = 0x1234_5678_9ABC_DEF0
 
 
@@ -43,8 +42,7 @@ _guarded: list[tuple[Tensor, Tensor]] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_written_beside_the_tensors(kernels):
-    """kernels: skips first."""
+def nothing_is_written_beside_the_tensors(kernels):  # which may skip
     _guarded.clear()
     yield
     assert _guarded
@@ -192,8 +190,7 @@ def test_tensors_groups_and_kinds_in_one_step_after_another():
         make_slot(70, F16, True, 0, rounding=Rounding.RESIDUAL_8),
         make_slot(140, BF16, True, 1, rounding=Rounding.RESIDUAL_16),
         make_slot(60, BF16, True, 2, rounding=Rounding.STOCHASTIC),
-        # So many of a kind that a CPU thread takes several at once, with other numbers each.
-        *(make_slot(130, F32, i < 20, i % 3, t=float(i)) for i in range(40)),
+        *(make_slot(130, F32, i < 20, i % 3, t=float(i)) for i in range(40)),  # several for one task of a CPU thread
     ]
     table = StepTable.of_slots(slots)
     truth = copied(slots)
@@ -477,10 +474,9 @@ def test_the_table_of_codes_is_exact(signed):
     edges = torch.cat([edges, edges + ((1 << shift) - 1)]).view(F32)
     limits = torch.tensor(reference.thresholds(signed))
     x = torch.cat([edges, near(limits), torch.rand(5000), 10.0 ** (-8.0 * torch.rand(5000)), torch.zeros(1)])
-    values = x.view(torch.int32)
+    values, last = x.view(torch.int32), entries.numel() - 1
     bucket = (values >> shift) - first
-    known = (bucket >= 0) & (bucket < entries.numel())
-    entry = torch.where(known, entries[bucket.clamp(0, entries.numel() - 1)], 0)
+    entry = torch.where((bucket >= 0) & (bucket <= last), entries[bucket.clamp(0, last)], 0)
     assert_bitwise((entry + (values & ((1 << shift) - 1))) >> shift, torch.bucketize(x, limits, right=True).int())
 
 

@@ -119,7 +119,7 @@ def test_a_quantised_model_with_lora_trains_as_without_patching(n_bits: int) -> 
         assert any("bnb" in type(module).__module__ for module in model.modules())
         if patch:
             patterns = {site.pattern for site in patch_model(model).patched}
-            expected_patterns = {"layer_norm", "dropout_add_norm", "attention_softmax"}
+            expected_patterns = {"layer_norm", "add_norm", "dropout_add_norm", "attention_softmax"}
             assert patterns == expected_patterns | {"cross_entropy", "lora"}
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         ids = torch.arange(32).view(2, 16)

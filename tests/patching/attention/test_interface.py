@@ -203,7 +203,8 @@ def test_one_switch_patches_everything_or_leaves_attention_alone() -> None:
     patterns = {
         site.pattern for site in patch_model(CASES["bert"].eager(attn_implementation="sdpa"), attention=True).patched
     }
-    assert patterns == {"layer_norm", "dropout_add_norm", PATTERN, "bias_activation", "cross_entropy", "dropout"}
+    norms = {"layer_norm", "add_norm", "dropout_add_norm"}
+    assert patterns == norms | {PATTERN, "bias_activation", "cross_entropy", "dropout"}
     for implementation in ("eager", "sdpa"):
         report = patch_model(CASES["bert"].eager(attn_implementation=implementation), attention=False)
         expected = patterns - {PATTERN} | {"shared_input"}  # what else there is in the attention
