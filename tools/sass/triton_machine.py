@@ -100,6 +100,8 @@ def pack(types: Sequence[str], arguments: Sequence[Any]) -> bytes:
         if type_[0] == "*":
             field = struct.pack("Q", argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0)
         else:
+            if type_ == "fp32":
+                argument = ctypes.c_float(argument).value  # a number beyond float32 is infinite, as for the launcher
             field = struct.pack("<" + _FORMATS[type_], argument)
         packed += bytes(-len(packed) % len(field)) + field
     return packed
