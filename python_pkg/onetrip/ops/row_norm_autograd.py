@@ -118,8 +118,8 @@ def input_gradients(
     return Gradients(dx, dresidual, *parameters)
 
 
-def share_residual_gradient(result: Tensor, give: Callable[[Any, Tensor | None, bool], Tensor | None]) -> bool:
-    """Let backward return give(node, dresidual, whether dresidual is new memory that nobody else has) for dresidual.
+def share_residual_gradient(result: Tensor, give: Callable[[Any, Tensor | None], Tensor | None]) -> bool:
+    """Let backward return give(node, dresidual) for dresidual.
 
     result: of a row_norm. False, and nothing is done, where its gradients are not computed here."""
     node: Any = result.grad_fn
@@ -129,13 +129,9 @@ def share_residual_gradient(result: Tensor, give: Callable[[Any, Tensor | None, 
     return True
 
 
-def _shared(node: Any, gradients: Gradients, dz: Tensor | None) -> Gradients:
+def _shared(node: Any, gradients: Gradients) -> Gradients:
     give = getattr(node, "give_residual", None)
-    if give is None:
-        return gradients
-    dresidual = gradients.dresidual
-    is_own = dresidual is not None and dresidual is not gradients.dx and dresidual is not dz
-    return gradients._replace(dresidual=give(node, dresidual, is_own))
+    return gradients if give is None else gradients._replace(dresidual=give(node, gradients.dresidual))
 
 
 def _wanted(dtypes: Dtypes, needs_input_grad: Iterable[bool]) -> Dtypes:
@@ -176,7 +172,7 @@ def _backward_of_any(ctx: Any, saved: tuple[Any, ...] | None, grads: tuple[Tenso
     compute = partial(backward, backend if have_storage(dy, dz) else "reference")
     operands = BackwardOperands(dy, dz, *saved)
     wanted = _wanted(dtypes, ctx.needs_input_grad)
-    return *_shared(ctx, input_gradients(compute, operands, rng, plan, wanted), dz), None
+    return *_shared(ctx, input_gradients(compute, operands, rng, plan, wanted)), None
 
 
 class _RowNorm(torch.autograd.Function):
@@ -373,7 +369,7 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, *_: None)
     dy, plan = _with_left(ctx, dy), ctx.row_norm_plan
     plan = plan if dy is None else plan._replace(y_dtype=dy.dtype)
     gradients = input_gradients(_traced_backward, BackwardOperands(dy, dz, *saved), rng, plan, wanted)
-    return (*_shared(ctx, gradients, dz), None, *([None] * len(plan)))
+    return (*_shared(ctx, gradients), None, *([None] * len(plan)))
 
 
 def _traced_backward(operands: BackwardOperands, rng: Any, plan: RowNormPlan, wanted: Dtypes) -> Gradients:

@@ -240,7 +240,8 @@ class Sum:
     """Pinned by verification."""
 
     def __call__(self, module: nn.Module, left: Any, right: Any, norm: Any = None) -> Any:
-        branch, residual = (left, right) if self.branch == 0 else (right, left)
+        is_left = self.branch == 0 or (self.branch is None and _is_read(right))
+        branch, residual = (left, right) if is_left else (right, left)
         x, bias, p = branch if isinstance(branch, Branch) else (branch, None, 0.0)
         is_sum = _is_sum(x, residual)
         if norm is not None:
@@ -248,14 +249,14 @@ class Sum:
             if result is not None:
                 calls.count_fused(module)
                 return result
-            z = self._alone(x, residual, bias, p) if is_sum else _unfused(x, residual, bias, p, self.branch == 0)
+            z = self._alone(x, residual, bias, p) if is_sum else _unfused(x, residual, bias, p, is_left)
             y = None if is_sum else self._normed(z, norm)
             is_fused = y is not None and bias is None and not p
             (calls.count_fused if is_fused else calls.count_fallback)(module)
             return self._pair(z, norm(z) if y is None else y)
         if not is_sum:
             calls.count_fallback(module)
-            return _unfused(x, residual, bias, p, self.branch == 0)
+            return _unfused(x, residual, bias, p, is_left)
         if (
             not self.may_link
             or torch.compiler.is_dynamo_compiling()
@@ -289,7 +290,7 @@ class Sum:
         """The sum by one operator, without links; None if its norm must be called."""
         if norm is None:
             z = ops.bias_dropout_residual(x, residual, bias, dropout_p=p, rng=self.rng)
-            return _read_by(z, residual, p)
+            return _read_by(z, residual)
         assert self.spec is not None and self.norm_class is not None
         if not calls.is_plain(norm, self.norm_class):
             return None
@@ -301,8 +302,8 @@ class Sum:
         )
         if self.returns_sum:
             y, z = result
-            return _read_by(z, residual, p), y
-        return _read_by(result, residual, p)
+            return _read_by(z, residual), y
+        return _read_by(result, residual)
 
     def _normed(self, z: Any, norm: nn.Module) -> Tensor | None:
         """norm(z) of a sum that was not fused (one that broadcasts); None if the norm must be called."""
@@ -336,14 +337,19 @@ class Sum:
         calls.count_fused(module)
         y, z = sum_before_norm(x, residual, bias=bias, dropout_p=p, rng=self.rng, **options)
         site.serial = link.slot.put(z, y, _state(norm, link.spec, z))
-        return _read_by(z, residual, p)
+        return _read_by(z, residual)
 
 
-def _read_by(result: Tensor, residual: Tensor, p: float) -> Tensor:
-    """The result of a sum, which has read the residual. Without dropout both operands have one gradient."""
-    if p and not torch.compiler.is_dynamo_compiling() and id(residual) in reads:
+def _read_by(result: Tensor, residual: Tensor) -> Tensor:
+    """The result of a sum, which has read the residual."""
+    if _is_read(residual):
         read_as_residual(residual, result)
     return result
+
+
+def _is_read(x: Any) -> bool:
+    """Whether linear layers have read the tensor, which may then share their gradient of it."""
+    return not torch.compiler.is_dynamo_compiling() and id(x) in reads
 
 
 def _is_sum(x: Any, residual: Any) -> bool:

@@ -29,7 +29,7 @@ from ...ops.common.backends import KERNEL_DTYPES
 from ...ops.common.native import reshaped
 from ...ops.common.products import add_product_, column_sums, product, widens
 from ...ops.common.rng import draw_rng
-from ...ops.common.tracing import refuse_double_backward
+from ...ops.common.tracing import have_storage, refuse_double_backward
 from ...ops.row_norm_autograd import LeftGradient, anchor, share_residual_gradient
 from .. import calls
 from ..calls import is_plain
@@ -44,8 +44,7 @@ class _Sum:
         self.done: set[int] = set()
         """The id of each node that has run."""
         self.gradient: Tensor | None = None
-        self.is_own = False
-        """Whether it may be written to: no other tensor shares its memory."""
+        """A tensor of its own: see _has_own_memory."""
 
 
 class Readers:
@@ -66,7 +65,7 @@ class Readers:
         """In the backward that runs now."""
         return self.sums.setdefault(torch._C._current_graph_task_id(), _Sum())
 
-    def give(self, node: Any, gradient: Tensor | None, is_own: bool) -> Tensor | None:
+    def give(self, node: Any, gradient: Tensor | None) -> Tensor | None:
         """What a node returns as the gradient of the tensor: None while others that are to run can add to it, or where
         it is left for the norm that made the tensor.
 
@@ -76,21 +75,25 @@ class Readers:
         for reference in self.nodes:
             other = reference()
             if other is not None and id(other) not in current.done and torch._C._will_engine_execute_node(other):
-                current.gradient, current.is_own = gradient, is_own
+                current.gradient = gradient if gradient is None or gradient.requires_grad else gradient.detach()
                 return None
         del self.sums[torch._C._current_graph_task_id()]
         if gradient is not None and gradient.dtype != self.dtype and self.left is not None:
             return self.left.leave(gradient)
         return gradient  # cast by the engine, if need be
 
-    def give_residual(self, node: Any, gradient: Tensor | None, is_own: bool) -> Tensor | None:
+    def give_residual(self, node: Any, gradient: Tensor | None) -> Tensor | None:
         """The same for a residual sum. gradient: its own share."""
-        current = self.sum_so_far()
-        if gradient is None or current.gradient is None:
-            gradient, is_own = (current.gradient, current.is_own) if gradient is None else (gradient, is_own)
-        else:
-            gradient, is_own = current.gradient + gradient, True
-        return self.give(node, gradient, is_own)
+        so_far = self.sum_so_far().gradient
+        if gradient is None or so_far is None:
+            return self.give(node, so_far if gradient is None else gradient)
+        return self.give(node, so_far + gradient)
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor shares the memory: not the gradient of the sum's other operand, which hooks may keep."""
+    # Two hold a storage: the tensor, and what asks.
+    return have_storage(tensor) and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
 class _Linear(torch.autograd.Function):
@@ -124,10 +127,9 @@ class _Linear(torch.autograd.Function):
         (dy,) = grads
         if ctx.has_cast:  # what was saved has no graph that leads to x and weight
             refuse_double_backward("linear")
-        current = ctx.readers.sum_so_far()
-        so_far = current.gradient
+        so_far = ctx.readers.sum_so_far().gradient
         if dy is None:
-            return ctx.readers.give(ctx, so_far, current.is_own), *[None] * 6
+            return ctx.readers.give(ctx, so_far), *[None] * 6
         cast, weight = ctx.saved_tensors
         n_columns = ctx.shape[-1]
         rows = dy.reshape(-1, dy.shape[-1])
@@ -137,13 +139,13 @@ class _Linear(torch.autograd.Function):
                 dx = ctx.dropout((rows @ weight).view(ctx.shape), so_far)
             elif so_far is None:
                 dx = (rows @ weight).view(ctx.shape)
-            elif torch.is_grad_enabled() or not current.is_own or not so_far.is_contiguous():
+            elif torch.is_grad_enabled() or not so_far.is_contiguous() or not _has_own_memory(so_far):
                 # Gradients are enabled in a backward with create_graph.
                 dx = so_far + (rows @ weight).view(ctx.shape)
             else:
                 dx = so_far
                 add_product_(dx.view(-1, n_columns), rows, weight)
-            dx = ctx.readers.give(ctx, dx, True)
+            dx = ctx.readers.give(ctx, dx)
         if ctx.needs_input_grad[1]:
             dropped = cast if ctx.dropout is None else ctx.dropout(cast, None)
             dweight = product(rows.t(), dropped.reshape(-1, n_columns), ctx.dtype)
@@ -237,7 +239,7 @@ def linear_parts(module: nn.Module, dense: Any, x: Tensor) -> tuple[Tensor, Tens
 
 
 def read_as_residual(x: Tensor, result: Tensor) -> None:
-    """Let a sum with dropout, whose residual is x, share the gradient of x with its other readers. result: the sum."""
+    """Let a sum, whose residual is x, share the gradient of x with its other readers. result: the sum."""
     if torch.compiler.is_compiling():
         return
     found = reads.get(id(x))
