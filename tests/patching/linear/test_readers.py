@@ -80,6 +80,48 @@ def test_a_gradient_that_others_have_is_not_written_to() -> None:
         assert torch.equal(gradient, expected) and torch.equal(seen[0], expected)
 
 
+def test_a_gradient_of_both_operands_is_not_written_to_while_a_hook_has_it(model: Any, x: Tensor) -> None:
+    """Without dropout the residual's gradient is the branch's, too."""
+    seen: list[Tensor] = []
+
+    def branch(h: Tensor) -> Tensor:
+        h.register_hook(seen.append)
+        return h
+
+    def gradients() -> list[Tensor]:
+        seen.clear()
+        step(model, x)
+        return list(seen)
+
+    for layer in model:
+        layer.branch = branch
+    expected = without_sharing(gradients)
+    for _ in range(2):
+        assert_agree(gradients(), expected)
+
+
+class Sums(Layer):
+    """Sums of two tensors, either of which may be the one that layers have read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        mixed = self.mix(h)
+        h = self.norm_1(mixed + h)
+        expanded = self.expand(h)
+        return self.norm_2(h + expanded)
+
+
+def test_either_operand_of_a_sum_may_be_the_one_that_layers_read() -> None:
+    model, (x,) = randomised(Sums()).train(), inputs()
+    patch_model(model)
+    assert_as_without(model, x)
+    before = without_sharing(lambda: n_sums(model, x))
+    assert n_sums(model, x) == before - 4
+
+
 def test_layers_that_run_before_the_sum_in_backward(model: Any, x: Tensor) -> None:
     """Their results are part of the loss, but not of the sum's branch."""
     for layer in model:
