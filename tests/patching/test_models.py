@@ -21,7 +21,7 @@ LLAMA_LIKE = {"add_norm": 2, "rotary": 2, "gated_mlp": 2}
 SITES: dict[str, dict[str, int]] = {
     **dict.fromkeys(("bert", "roberta", "electra"), BERT_LIKE),
     "distilbert": {"layer_norm": 1, "add_norm": 3, "shared_input": 2, "bias_activation": 2},
-    "gpt2": {"layer_norm": 5, "add_norm": 2, "attention_mask": 2, "bias_activation": 2},
+    "gpt2": {"layer_norm": 5, "add_norm": 2, "key_value_cache": 2, "bias_activation": 2},
     "vit": {"layer_norm": 3, "dropout_add_norm": 2, "bias_activation": 2, "shared_input": 2},
     "t5": {"rms_norm": 12, "dropout_add": 10, "cast_input": 4, "shared_input": 6},
     **dict.fromkeys(("llama", "gemma", "mixtral"), LLAMA_LIKE | {"rms_norm": 3}),

@@ -24,6 +24,7 @@ from .activations import (
 )
 from .activations.methods import read_methods
 from .attention import Attention, Interface, SoftmaxRegions, eager, one_mask, read_attention
+from .attention.cached import CacheUpdates
 from .attention.heads import Heads
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
@@ -45,7 +46,7 @@ from .rotary import Rotations
 
 _IN_ORDER: tuple[type[InForward], ...] = (
     *(Heads, Rotations, Activations, ResidualSums),
-    *(PackedSlices, SharedInputs, CastInputs, ScaledLogits, Adapters, FunctionalDropouts),
+    *(PackedSlices, SharedInputs, CastInputs, ScaledLogits, Adapters, FunctionalDropouts, CacheUpdates),
 )
 """What is fused in a forward, each with those before it fused; after attention."""
 
@@ -195,7 +196,7 @@ class Classifier:
         n_attention = len(parts)
         calls_library = isinstance(reading, Interface) and reading.calls_library(module)
         for kind in _IN_ORDER:
-            if kind is Heads and not calls_library:
+            if kind in (Heads, CacheUpdates) and not calls_library:
                 continue
             forward = self._once(_read, cls, source, kind.in_wrapper)
             if isinstance(forward, Forward):

@@ -12,7 +12,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 
 from . import activations, dropouts, experts, linear_loss, rotary, watched_logits
-from .attention import eager, heads, one_mask
+from .attention import cached, eager, heads, one_mask
 from .calls import counter_of
 from .classes import (
     Rewrite,
@@ -35,9 +35,11 @@ from .norms import could_be_norm
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .verify import kind_of, undisturbed
 
+_OF_ATTENTION = (eager.PATTERN, one_mask.PATTERN, heads.PATTERN, cached.PATTERN)
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
-    *(eager.PATTERN, one_mask.PATTERN, heads.PATTERN, *activations.PATTERNS, experts.PATTERN, rotary.PATTERN),
+    *_OF_ATTENTION,
+    *(*activations.PATTERNS, experts.PATTERN, rotary.PATTERN),
     *(packed_slices.PATTERN, shared_input.PATTERN, cast_input.PATTERN, tied_embedding.PATTERN, lora.PATTERN),
     *(scaled_logits.PATTERN, watched_logits.PATTERN, dropouts.PATTERN),
 )
@@ -154,7 +156,7 @@ def _checked_attention(attention: bool | None, wanted: frozenset[str]) -> frozen
         raise ValueError(
             f"patch_model: patterns must name {eager.PATTERN} where attention is True, got {sorted(wanted)}"
         )
-    return wanted - {eager.PATTERN, one_mask.PATTERN, heads.PATTERN} if attention is False else wanted
+    return wanted.difference(_OF_ATTENTION) if attention is False else wanted
 
 
 def _checked_exclude(model: nn.Module, exclude: Iterable[str]) -> frozenset[str]:
