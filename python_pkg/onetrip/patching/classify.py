@@ -41,11 +41,12 @@ from .linear_loss import VocabularyLoss, labels_position, output_layer
 from .norms import KERNEL_DEVICES, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
 from .residual import ResidualSums, choose_sums, read_sums
+from .residual.layer_scale import LayerScales
 from .rewriting import InForward
 from .rotary import Rotations
 
 _IN_ORDER: tuple[type[InForward], ...] = (
-    *(Heads, Rotations, Activations, ResidualSums),
+    *(Heads, Rotations, Activations, LayerScales, ResidualSums),
     *(PackedSlices, SharedInputs, CastInputs, ScaledLogits, Adapters, FunctionalDropouts, CacheUpdates),
 )
 """What is fused in a forward, each with those before it fused; after attention."""

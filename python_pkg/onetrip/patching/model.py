@@ -33,13 +33,14 @@ from .half_results import find_half_results
 from .linear import cast_input, lora, packed_slices, scaled_logits, shared_input, tied_embedding
 from .norms import could_be_norm
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
+from .residual import layer_scale
 from .verify import kind_of, undisturbed
 
 _OF_ATTENTION = (eager.PATTERN, one_mask.PATTERN, heads.PATTERN, cached.PATTERN)
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
     *_OF_ATTENTION,
-    *(*activations.PATTERNS, experts.PATTERN, rotary.PATTERN),
+    *(*activations.PATTERNS, experts.PATTERN, rotary.PATTERN, layer_scale.PATTERN),
     *(packed_slices.PATTERN, shared_input.PATTERN, cast_input.PATTERN, tied_embedding.PATTERN, lora.PATTERN),
     *(scaled_logits.PATTERN, watched_logits.PATTERN, dropouts.PATTERN),
 )

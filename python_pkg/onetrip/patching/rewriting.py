@@ -57,6 +57,16 @@ class Rewriting(ast.NodeTransformer):
         """name(self, expression) in place of the expression."""
         self.replace(expression, lambda: self.call(name, self.visit(self.copy_of(expression))))
 
+    def put_opening(self, call: ast.Call, name: str, module: ast.expr) -> None:
+        """name(module, ...) in place of a child's call, or of a method's."""
+        copied = self.copy_of(call)
+
+        def opened() -> ast.expr:
+            self.generic_visit(copied)
+            return ast.Call(ast.Name(name), [module, *copied.args], copied.keywords)
+
+        self.replace(call, opened)
+
     def put_part(self, expression: ast.expr, part: ast.expr) -> None:
         """A part of the expression in place of all of it."""
         self.replace(expression, lambda: self.visit(self.copy_of(part)))

@@ -13,7 +13,6 @@ from .read import Operand
 
 if TYPE_CHECKING:
     from .choose import Choice
-    from .tails import Tail
 
 
 class SumRewriting(Rewriting):
@@ -27,7 +26,10 @@ class SumRewriting(Rewriting):
         if operand is not None and choice.branch is not None:
             sides[choice.branch] = self.branch(operand)
         if operand is not None and choice.tail is not None:
-            self.put_opening(f"open_{index}_", choice.tail, operand)
+            assert operand.call is not None
+            module = self.attribute(operand.opened) if choice.tail.method == "forward" else ast.Name(self.own)
+            self.constants[f"open_{index}_"] = choice.tail
+            self.put_opening(operand.call, f"open_{index}_", module)
 
         def call() -> ast.expr:
             norms = [] if norm is None else [self.attribute(norm[0])]
@@ -71,16 +73,3 @@ class SumRewriting(Rewriting):
             return called("Branch_", *parts, self.probability(operand.p, operand.training))
 
         return made
-
-    def put_opening(self, name: str, tail: Tail, operand: Operand) -> None:
-        """The operand's child or method is called through its Tail."""
-        assert operand.call is not None
-        call = self.copy_of(operand.call)
-
-        def opened() -> ast.expr:
-            self.generic_visit(call)
-            module = self.attribute(operand.opened) if tail.method == "forward" else ast.Name(self.own)
-            return ast.Call(ast.Name(name), [module, *call.args], call.keywords)
-
-        self.constants[name] = tail
-        self.replace(operand.call, opened)

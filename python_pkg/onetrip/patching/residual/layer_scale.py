@@ -1,0 +1,239 @@
+"""LayerScale in the weight of the linear layer before it.
+
+    h, _ = self.attention(h)                h, _ = unscaled_0_(self.attention, h)
+    h = self.layer_scale1(h)         ->     h = scaled_0_(self, self.layer_scale1, h)
+
+Where the attention ends in a linear layer, and its result is multiplied by a vector s (DINOv2, BEiT), the layer has the
+weight diag(s) W and the bias s b instead. Of the activations nothing is read, written or kept for it. Where these have
+fewer than twice as many rows as W has columns, passes over W cost more, and the result is multiplied.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .. import calls
+from ..classes import plain_forward, rewrapped
+from ..forward import Forward, child_at, linear_at, places, read_forward
+from ..report import Unsuitable
+from ..rewriting import InForward, Rewriting
+from ..source import define
+from ..verify import check_function, kind_of
+from .read import Operand, SumReader
+from .tails import Returns, Tail, read_returns
+
+PATTERN = "layer_scale"
+
+_ROWS_PER_COLUMN = 2
+
+
+class Unscaled(NamedTuple):
+    """dense(x), to be multiplied."""
+
+    dense: Any
+    x: Tensor
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The product of a vector and what a Tail, or the child itself, returned; dropped out before."""
+
+    cls: type | None
+    """Of the module that has the vector; None where the vector is given."""
+    attribute: str
+
+    def __call__(self, module: nn.Module, scale: Any, x: Any, dropout: Any = None) -> Tensor:
+        if isinstance(x, Unscaled):
+            vector = self._vector(scale)
+            if _is_foldable(*x, vector) and (dropout is None or calls.is_plain_dropout(dropout)):
+                calls.count_fused(module)
+                y = folded(x.x, x.dense.weight, x.dense.bias, vector)
+                return y if dropout is None else dropout(y)
+            x = x.dense(x.x)
+        calls.count_fallback(module)
+        if dropout is not None:
+            x = dropout(x)
+        product: Tensor = scale(x) if self.cls is not None else x * scale
+        return product
+
+    def _vector(self, scale: Any) -> Any:
+        if self.cls is None:
+            return scale
+        return getattr(scale, self.attribute) if calls.is_plain(scale, self.cls) else None
+
+
+def folded(x: Tensor, weight: Tensor, bias: Tensor | None, vector: Tensor) -> Tensor:
+    """(x @ weight.T + bias) * vector. weight: (n_outputs, n_inputs); bias, vector: (n_outputs,)."""
+    return functional.linear(x, weight * vector[:, None], None if bias is None else bias * vector)
+
+
+def _is_foldable(dense: Any, x: Tensor, vector: Any) -> bool:
+    """Whether that computes the same, and saves more than it costs. Small vectors have no float16 products."""
+    if calls.is_followed() or not isinstance(vector, Tensor) or not calls.multiplies(dense, x):
+        return False
+    weight = dense.weight
+    return (
+        vector.dtype == weight.dtype
+        and vector.shape == weight.shape[:1]
+        and not calls.is_distributed(vector)
+        and (calls.autocast_dtype(x) or x.dtype) != torch.float16
+        and x.numel() >= _ROWS_PER_COLUMN * weight.shape[1] ** 2
+    )
+
+
+@dataclass(eq=False)
+class FoundScale:
+    """`self.path(x)`, or `x * self.path`."""
+
+    expression: ast.expr
+    path: str
+    is_child: bool
+    x: list[Operand]
+    """Ways to read x as the result of a child, dropped out or not."""
+
+
+def read_scales(forward: Forward) -> list[FoundScale]:
+    """The products of a vector and the result of a child."""
+    reader, found = SumReader(forward), []
+    for place in places(forward.tree.body):
+        match place.statement:
+            case ast.Assign(targets=[ast.Name()], value=value) if not place.in_loop:
+                pass
+            case _:
+                continue
+        called = forward.called(value)
+        sides = (value.left, value.right) if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) else ()
+        products = [
+            (path, x) for side, x in zip(sides, sides[::-1], strict=True) if (path := forward.child(side)) != ""
+        ]
+        for path, x in products if called is None else [called]:
+            ways = [each for each in reader.readings(x, place) if each.opened and not each.linear and each.p is None]
+            if ways:
+                found.append(FoundScale(value, path, called is not None, ways))
+    return found
+
+
+class Choice(NamedTuple):
+    found: FoundScale
+    operand: Operand
+    tail: Tail
+    scaled: Scaled
+
+
+class LayerScales(InForward):
+    """A module with LayerScale, as a site."""
+
+    patterns = (PATTERN,)
+    read = staticmethod(read_scales)
+
+    @classmethod
+    def choose(cls, module: nn.Module, found: Any, excluded: Container[int]) -> tuple[Choice, ...]:
+        chosen = (_choice(module, each, excluded) for each in found)
+        return tuple(each for each in chosen if each is not None)
+
+    def put(self, rewriting: Rewriting) -> None:
+        """The child's second form, and what multiplies its result."""
+        for index, choice in enumerate(self.chosen):
+            operand, name = choice.operand, f"unscaled_{index}_"
+            rewriting.constants |= {name: choice.tail, f"scaled_{index}_": choice.scaled}
+            rewriting.remove(*operand.statements)
+            rewriting.put_opening(operand.call, name, rewriting.attribute(operand.opened))
+            rewriting.replace(choice.found.expression, partial(_call, rewriting, index, choice))
+
+    def verify(self, module: nn.Module) -> None:
+        """Raise VerificationError unless a small layer with a scaled weight computes its scaled result."""
+        shapes = {"x": (2, 9, 8), "weight": (4, 8), "bias": (4,), "vector": (4,)}
+        check_function(folded, _unfolded, shapes, *kind_of(module))
+
+
+def _unfolded(x: Tensor, weight: Tensor, bias: Tensor, vector: Tensor) -> Tensor:
+    return functional.linear(x, weight, bias) * vector
+
+
+def _call(rewriting: Rewriting, index: int, choice: Choice) -> ast.Call:
+    operand = choice.operand
+    x = rewriting.visit(rewriting.copy_of(operand.x))
+    dropout = [rewriting.attribute(operand.dropout)] if operand.dropout else []
+    return rewriting.call(f"scaled_{index}_", rewriting.attribute(choice.found.path), x, *dropout)
+
+
+def _choice(module: nn.Module, found: FoundScale, excluded: Container[int]) -> Choice | None:
+    scaled = _scaled(module, found, excluded)
+    for operand in found.x if scaled is not None else ():
+        if not operand.dropout or calls.is_plain_dropout(child_at(module, operand.dropout)):
+            tail = _tail(module, operand, excluded)
+            if tail is not None and scaled is not None:
+                return Choice(found, operand, tail, scaled)
+    return None
+
+
+def _scaled(module: nn.Module, found: FoundScale, excluded: Container[int]) -> Scaled | None:
+    """None where the module has no vector there."""
+    if not found.is_child:
+        return Scaled(None, "") if isinstance(module._parameters.get(found.path), Tensor) else None
+    child: Any = child_at(module, found.path)
+    if child is None or id(child) in excluded:
+        return None
+    cls: Any = calls.original_class(type(child))
+    attribute = vector_of(cls)
+    return Scaled(cls, attribute) if attribute and calls.is_plain(child, cls) else None
+
+
+@cache
+def vector_of(cls: Any) -> str:
+    """The attribute by which the class's forward multiplies its argument; empty where it does anything else."""
+    forward = read_forward(plain_forward(cls))
+    if isinstance(forward, Unsuitable):
+        return ""
+    match forward.tree.args.args, forward.tree.body:
+        case [_, ast.arg(arg=name)], [ast.Return(value=ast.BinOp(left=left, op=ast.Mult(), right=right))]:
+            for side, other in ((left, right), (right, left)):
+                if isinstance(side, ast.Name) and side.id == name and "." not in (path := forward.child(other)):
+                    return path
+    return ""
+
+
+def _tail(module: nn.Module, operand: Operand, excluded: Container[int]) -> Tail | None:
+    """The child that makes the operand, if it ends in linear layers."""
+    child = child_at(module, operand.opened)
+    if child is None or id(child) in excluded:
+        return None
+    cls: Any = type(child)
+    returns = read_returns(cls, "forward")
+    if returns is None or returns.in_tuple != operand.in_tuple:
+        return None
+    read = tuple(
+        next(
+            (each for each in ways if each.linear and not each.is_dropped and linear_at(child, each.linear, excluded)),
+            None,
+        )
+        for _, ways in returns.found
+    )
+    return _open(returns, read) if any(read) else None
+
+
+@cache
+def _open(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
+    """The child's second form, which returns Unscaled for what linear layers make."""
+    rewriting = Rewriting(returns.forward)
+    for (value, _), operand in zip(returns.found, operands, strict=True):
+        if operand is not None:
+            rewriting.remove(*operand.statements)
+            rewriting.replace(value, partial(_unscaled, rewriting, operand))
+    names = dict(returns.constants) | {"Unscaled_": Unscaled}
+    function = define(returns.forward.function, rewriting.source(), names, "forward", PATTERN)
+    function = rewrapped(plain_forward(calls.original_class(returns.cls)), function)
+    return Tail(returns.cls, "forward", function, drops=False, linear=True, dropouts=())
+
+
+def _unscaled(rewriting: Rewriting, operand: Operand) -> ast.Call:
+    x = rewriting.visit(rewriting.copy_of(operand.x))
+    return ast.Call(ast.Name("Unscaled_"), [rewriting.attribute(operand.linear), x], [])
