@@ -130,6 +130,7 @@ def _exchanged_with_its_list(optimizer: AdamW8bit) -> None:
 
 
 STATES = [(0, "n_steps"), *[(0, f"{key}_{what}") for key in ("exp_avg", "exp_avg_sq") for what in ("codes", "scale")]]
+SMALL_STATES = [(1, "step"), (1, "exp_avg"), (1, "exp_avg_sq")]
 ELSEWHERE = {
     "new-gradients": _new_gradients,
     "strided-gradient": _strided_gradient,
@@ -138,7 +139,7 @@ ELSEWHERE = {
     "entries": _entries_exchanged,
     "entries-put-back": _entries_put_back,
     **{f"{key}-exchanged": partial(_state_exchanged, i=i, key=key) for i, key in [*STATES, (1, "exp_avg")]},
-    **{key: partial(_state_elsewhere, i=i, key=key) for i, key in STATES},
+    **{key: partial(_state_elsewhere, i=i, key=key) for i, key in [*STATES, *SMALL_STATES]},
 }
 """Changes of no value: without them the steps are the same."""
 OTHERS = {

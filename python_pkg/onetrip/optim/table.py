@@ -1,8 +1,8 @@
 """The step table: parameters, gradients and states of one device as rows of addresses, which one launch reads.
 
 `prepare` is the one place that asks whether anything has changed since the last step. It sees a parameter or gradient
-with another dtype, shape, strides or storage, another tensor in a state, and another storage of a large state. It costs
-well under a microsecond a parameter.
+or tensor of a state with another dtype, shape, strides or storage, and another tensor in a state. It costs under a
+microsecond a parameter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from ..reference.adam import Group, Slot
 from . import sharding
 from .state import RESIDUAL, State, fields, keys_of, runs
 
-_LARGE = 4096
-"""Elements. Of smaller states only the tensors are compared, not where they lie: their storages are kept alive."""
 _N_SCALARS = 12  # floats of struct AdamScalars
 _GRAD, _NUMEL, _COUNTER = 1, 6, 7  # columns of AdamTensor in csrc/launch.h
 
@@ -135,13 +133,9 @@ class StepTable:
         self._is_plain = not any(source.runs for source in self._sources)
         self._host, self._host_counters = self._rows()
         self._kinds = [(slot.param.dtype, slot.exp_avg_scale is not None, slot.rounding) for slot in self.slots]
-        self._storages = [value.untyped_storage() for state in self._states for value in state.values()]
         self._parts = _look(parts)
         self._values = [list(state.values()) for state in self._states]
-        self._addresses = [
-            _addresses(values) if part.numel() >= _LARGE else b""
-            for values, part in zip(self._values, parts, strict=True)
-        ]
+        self._looks = [_look(values) for values in self._values]
         self._select(list(range(len(members))))
 
     @classmethod
@@ -224,8 +218,7 @@ class StepTable:
         self._selected_params = [self._params[i] for i in members]
         self._selected_states = [self._states[i] for i in members]
         self._selected_values = list(chain.from_iterable(self._values[i] for i in members))
-        self._large = [value for i in members if self._addresses[i] for value in self._values[i]]
-        self._large_addresses = b"".join(self._addresses[i] for i in members)
+        self._selected_look = tuple(map(b"".join, zip(*(self._looks[i] for i in members), strict=True)))
         self._copied = [s for s in (self._sources[i] for i in members) if s.work is not s.part]
         rows = [slot for i in members for slot in self._slots_of[i]]
         self._selected_slots, self._selected_kinds = [self.slots[i] for i in rows], [self._kinds[i] for i in rows]
@@ -305,7 +298,7 @@ class StepTable:
         return (
             (parts == self._parts or _of(self._members, parts) == _of(self._members, self._parts))
             and _same_values(self._selected_states, self._selected_values)
-            and _look(self._large)[1] == self._large_addresses
+            and _look(self._selected_values) == self._selected_look
         )
 
     def _checked(self, i: int, grad: Tensor) -> Iterable[Tensor]:
