@@ -255,23 +255,39 @@ def test_a_parameter_that_overlaps_itself_is_refused():
     rejects(AdamW8bit([p]), ValueError, "AdamW8bit: parameter 0 must not overlap itself")
 
 
+def _cast(key: str, dtype: torch.dtype) -> Callable[[Tensor, dict[str, Any]], None]:
+    return lambda _, state: state.update({key: state[key].to(dtype)})
+
+
 STATE_DAMAGES: dict[str, tuple[Callable[[Tensor, dict[str, Any]], None], str]] = {
     "more": (lambda _, state: state.update(momentum=torch.zeros(1)), " must have the tensors that a step made"),
     "less": (lambda _, state: state.pop("exp_avg_sq_scale"), " must have the tensors that a step made"),
     "no-tensor": (lambda _, state: state.update(n_steps=1), " must have the tensors that a step made"),
     "shorter": (
         lambda _, state: state.update(exp_avg_codes=state["exp_avg_codes"][:100].clone()),
-        r": exp_avg_codes must have its shape, \(4096,\), got \(100,\)",
+        r": exp_avg_codes must be uint8 of shape \(4096,\), contiguous on cpu, got uint8 of shape \(100,\)",
     ),
     "parameter-cut-in-place": (
         lambda p, _: setattr(p, "data", p.data[:40]),
-        r": exp_avg_codes must have its shape, \(40,\), got \(4096,\)",
+        r": exp_avg_codes must be uint8 of shape \(40,\), .*, got uint8 of shape \(4096,\)",
+    ),
+    "strided": (
+        lambda _, state: state.update(exp_avg_codes=state["exp_avg_codes"].repeat_interleave(2)[::2]),
+        r": exp_avg_codes must be .*, contiguous on cpu, got uint8 of shape \(4096,\), strides \(2,\) on cpu",
+    ),
+    "codes-dtype": (_cast("exp_avg_codes", torch.float32), r": exp_avg_codes must be uint8 .*, got float32"),
+    "scale-dtype": (_cast("exp_avg_sq_scale", torch.float64), r": exp_avg_sq_scale must be float32 .*, got float64"),
+    "step-dtype": (_cast("n_steps", torch.int64), r": n_steps must be float32 of shape \(\), .*, got int64"),
+    "shorter-scale": (
+        lambda _, state: state.update(exp_avg_scale=state["exp_avg_scale"][:1]),
+        r": exp_avg_scale must be float32 of shape \(32,\), .*, got float32 of shape \(1,\)",
     ),
 }
 
 
 @pytest.mark.parametrize(("damage", "message"), STATE_DAMAGES.values(), ids=STATE_DAMAGES)
 def test_a_state_that_does_not_fit_is_refused(damage, message):
+    """Kernels read it by address, and would read or write beyond a tensor of another dtype or size."""
     params = make_params([(4096,), (10,)])
     optimizer = AdamW8bit(params)
     train(optimizer, range(1))

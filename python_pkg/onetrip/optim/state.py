@@ -70,6 +70,32 @@ def fields(state: State) -> Fields:
     return Fields(step, m, v, m_scale, v_scale, state.get(RESIDUAL))
 
 
+def check_state(where: str, p: Tensor, state: State) -> None:
+    """Raises ValueError where a step could not use it: a user may have changed it since it was made."""
+    if set(state) != set(keys_of(state)) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{where} must have the tensors that a step made, and nothing else, got {list(state)}")
+    part = sharding.local(p)
+    for key, value in state.items():
+        dtypes: tuple[torch.dtype, ...] = (torch.uint8,) if key.endswith("_codes") else (torch.float32,)
+        dtypes = tuple(RESIDUALS.values()) if key == RESIDUAL else dtypes
+        shape = tuple(part.shape)
+        if key.endswith("_scale"):
+            shape = (sharding.n_blocks(part.numel(), sharding.first_element(p) or 0),)
+        elif key in ("step", "n_steps"):
+            shape = ()
+        if (
+            value.dtype not in dtypes
+            or tuple(value.shape) != shape
+            or value.device != part.device
+            or not value.is_contiguous()
+        ):
+            wanted = f"{' or '.join(str(dtype)[6:] for dtype in dtypes)} of shape {shape}"
+            raise ValueError(
+                f"{where}: {key} must be {wanted}, contiguous on {part.device}, got {describe(value)}, strides "
+                f"{value.stride()} on {value.device}; write new values with copy_, or delete this state to start anew"
+            )
+
+
 def new_state(p: Tensor, is_8bit: bool) -> State:
     """The state of a parameter that has not taken a step, without residual."""
     part = sharding.local(p)

@@ -22,7 +22,7 @@ from ..ops.adam import CHUNK, AdamTables, Kind, launch, sum_of_squares, sums_of_
 from ..ops.common.backends import KERNEL_DTYPES, native
 from ..reference.adam import Group, Slot
 from . import sharding
-from .state import RESIDUAL, State, fields, keys_of, runs
+from .state import RESIDUAL, State, check_state, fields, runs
 
 _N_SCALARS = 12  # floats of struct AdamScalars
 _GRAD, _NUMEL, _COUNTER = 1, 6, 7  # columns of AdamTensor in csrc/launch.h
@@ -156,7 +156,7 @@ class StepTable:
     def _source(self, member: Member) -> tuple[_Source, list[Slot]]:
         p, state, group, name, random_bits = member
         part = sharding.local(p)
-        self._check_state(name, part, state)
+        check_state(f"{self._function}: state of parameter {name}", p, state)
         step_, m, v, m_scale, v_scale, residual = fields(state)
         if residual is not None or part.dtype != torch.bfloat16:
             random_bits = None
@@ -175,20 +175,6 @@ class StepTable:
             of_run = random_bits and sharding.random_bits_of_run(*random_bits, begin)
             slots.append(Slot(param, exp_avg, exp_avg_sq, of_m, of_v, step_, group, rest, of_run))
         return _Source(part, work, [part[:2] for part in parts]), slots
-
-    def _check_state(self, name: str, part: Tensor, state: State) -> None:
-        """A user may have changed it between steps."""
-        which = f"{self._function}: state of parameter {name}"
-        if set(state) != set(keys_of(state)) or not all(isinstance(x, Tensor) for x in state.values()):
-            raise ValueError(f"{which} must have the tensors that a step made, and nothing else, got {list(state)}")
-        for key, value in state.items():
-            if value.device != part.device or not value.is_contiguous():
-                got = f"strides {value.stride()} on {value.device}"
-                raise ValueError(f"{which}: {key} must be contiguous on {part.device}, got {got}")
-        for key in [key for key in keys_of(state)[1:] if not key.endswith("_scale")]:
-            if state[key].shape != part.shape:
-                got = str(tuple(state[key].shape))
-                raise ValueError(f"{which}: {key} must have its shape, {tuple(part.shape)}, got {got}")
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         """The slots as rows of AdamTensor and AdamCounter, on the host. Gradients are not known yet."""
