@@ -306,8 +306,8 @@ class Adam8bit(torch.optim.Optimizer):
             {key: plain(value) for key, value in group.items()} for group in packed["param_groups"]
         ]
         for index, p in enumerate(self._every_parameter()):
-            if sharding.is_sharded(p) and index in packed["state"]:
-                packed["state"][index] = sharding.to_dtensors(p, packed["state"][index])
+            if index in packed["state"]:
+                packed["state"][index] = sharding.to_saved(p, packed["state"][index])
         packed["n_states"] = sum(map(bool, packed["state"].values()))
         return packed
 
@@ -325,8 +325,7 @@ class Adam8bit(torch.optim.Optimizer):
                 del group[key]
         for index, p in enumerate(self._every_parameter()):
             if state := self.state.get(p):
-                entry = for_torch(p, state)
-                packed["state"][index] = sharding.to_dtensors(p, entry) if sharding.is_sharded(p) else entry
+                packed["state"][index] = sharding.to_saved(p, for_torch(p, state))
         return packed
 
     def _every_parameter(self) -> Iterator[Tensor]:

@@ -184,16 +184,29 @@ def dtensor(part: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) ->
 
 
 def from_bytes(value: Tensor) -> Tensor:
-    """The int16 tensor of which to_dtensors made pairs of int8."""
+    """The int16 tensor of which to_bytes made pairs of int8."""
     if not is_sharded(value):
         return value.contiguous().view(torch.int16).squeeze(-1)
     part = local(value).view(torch.int16).squeeze(-1)
     return dtensor(part, value.device_mesh, value.placements, tuple(value.shape[:-1]))  # type: ignore[attr-defined]
 
 
+def to_bytes(value: Tensor) -> Tensor:
+    """int16 as pairs of int8 in a last dimension, sharing memory: the collectives of NCCL and gloo have no int16."""
+    return value.unsqueeze(-1).view(torch.int8)
+
+
+def to_saved(p: Tensor, entry: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's state of a parameter as state_dict holds it: DTensors where it is sharded."""
+    if is_sharded(p):
+        return to_dtensors(p, entry)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return {key: to_bytes(value) if value.dtype == torch.int16 else value for key, value in entry.items()}
+    return entry
+
+
 def to_dtensors(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's state of a sharded parameter as state_dict holds it. int16 becomes pairs of int8 in a last
-    dimension: the collectives of NCCL and gloo have no int16."""
+    """A rank's state of a sharded parameter as state_dict holds it."""
     from torch.distributed.tensor import Replicate, Shard
 
     def wrap(part: Tensor, placements: Any, shape: tuple[int, ...]) -> Tensor:
@@ -205,7 +218,7 @@ def to_dtensors(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
         if key in ("step", "n_steps"):
             saved[key] = value
         elif value.dtype == torch.int16:
-            saved[key] = wrap(value.unsqueeze(-1).view(torch.int8), p.placements, (*p.shape, 2))
+            saved[key] = wrap(to_bytes(value), p.placements, (*p.shape, 2))
         elif not key.endswith("_scale"):
             saved[key] = wrap(value, p.placements, p.shape)
         elif first is not None and p.dim():
