@@ -239,6 +239,11 @@ def whole_state_dicts() -> None:
     target, its_optimizer = build(sharded=True)
     its_optimizer.load_state_dict(plain_optimizer.state_dict())
     near(whole(target, its_optimizer), whole(plain, plain_optimizer), with_params=False)
+    for of_model in (plain, nn.parallel.DistributedDataParallel(plain)):  # torch makes DTensors of the scales
+        gathered = get_optimizer_state_dict(of_model, plain_optimizer, options=options)
+        target, its_optimizer = build(sharded=True)
+        set_optimizer_state_dict(target, its_optimizer, gathered, options=options)
+        near(whole(target, its_optimizer), whole(plain, plain_optimizer), with_params=False)
 
 
 def residuals_are_broadcast() -> None:

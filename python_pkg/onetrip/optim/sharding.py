@@ -235,8 +235,8 @@ def to_dtensors(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_saved_scale(p: Tensor, value: Tensor, codes: Tensor, signed: bool) -> tuple[Tensor, Tensor] | None:
-    """(scales, codes) of this rank from a scale as to_dtensors made it, whole or as a DTensor; of a plain parameter
-    also from the flat [n_blocks]. codes: this rank's, contiguous. None where the shape is another parameter's."""
+    """(scales, codes) of this rank from a scale as to_dtensors made it, or the flat [n_blocks] of a plain parameter,
+    each whole or as a DTensor. codes: this rank's, contiguous. None where the shape is another parameter's."""
     first, row_length = first_element(p), _row_length(p)
     count = n_blocks(codes.numel(), first or 0)
     if not is_sharded(p) and tuple(value.shape) == (count,):
@@ -254,8 +254,9 @@ def from_saved_scale(p: Tensor, value: Tensor, codes: Tensor, signed: bool) -> t
             return None
         scale, new_codes = scales_of_rows(rows, codes.view(-1), first_row, row_length, signed)
         return scale, new_codes.view(codes.shape)
-    if tuple(value.shape) == (n_blocks(p.numel(), 0),) and not is_sharded(value):
-        return value[first // BLOCK : first // BLOCK + count], codes
+    if tuple(value.shape) == (n_blocks(p.numel(), 0),):
+        whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+        return whole[first // BLOCK : first // BLOCK + count], codes
     return None
 
 

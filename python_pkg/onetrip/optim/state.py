@@ -168,7 +168,8 @@ def quantized(p: Tensor, state: State) -> State:
 
 def describe(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype)[6:]} of shape {tuple(value.shape)}"
+        kind = ", sharded" if sharding.is_sharded(value) else ""
+        return f"{str(value.dtype)[6:]} of shape {tuple(value.shape)}{kind}"
     return f"{value!r}" if isinstance(value, (int, float)) else type(value).__name__
 
 
@@ -237,7 +238,10 @@ def _scale(where: str, p: Tensor, value: object, codes: Tensor, signed: bool) ->
     if isinstance(value, Tensor) and value.dtype is torch.float32:
         found = sharding.from_saved_scale(p, value.to(codes.device), codes, signed)
     if found is None:
-        raise ValueError(f"{where} must be {sharding.n_blocks(p.numel(), 0)} float32 scales, got {describe(value)}")
+        wanted = f"{sharding.n_blocks(p.numel(), 0)} float32 scales"
+        if sharding.is_sharded(p):
+            wanted += " of a parameter that is sharded like this one"
+        raise ValueError(f"{where} must be {wanted}, got {describe(value)}")
     if bool((found[0] < 0.0).any()):
         raise ValueError(f"{where} must be >= 0, got negative scales")
     return found[0].clone(), found[1]
