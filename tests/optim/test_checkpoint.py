@@ -117,7 +117,7 @@ def test_a_checkpoint_that_lost_a_state_is_told_from_one_that_never_had_it(loss)
     else:
         state["state"][0] = {}
     optimizer = trained()
-    with rejected(optimizer, ValueError, r"AdamW8bit.load_state_dict: state must have the 5 entries .*, got 4"):
+    with rejected(optimizer, ValueError, "state must have the 5 entries that .*, got 4; .* delete n_states"):
         optimizer.load_state_dict(state)
     del state["n_states"]  # on purpose then, as one resets a parameter; and as torch's own are
     optimizer.load_state_dict(state)
@@ -169,6 +169,25 @@ def test_hooks_of_torch_run():
     target.register_load_state_dict_post_hook(lambda _: calls.append("load-post"))
     target.load_state_dict(source.state_dict())
     assert calls == ["save-pre", 1, "load-post"]
+
+
+def test_a_pre_hook_may_load_states_by_name():
+    """The recipe of torch's documentation: the hook fills in the dict of an optimizer that has no states yet."""
+
+    def by_name(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        adapted = copy.deepcopy(optimizer.state_dict())
+        names = given["param_groups"][0]["param_names"]
+        for index, name in enumerate(adapted["param_groups"][0]["param_names"]):
+            adapted["state"][index] = given["state"][names.index(name)]
+        return adapted
+
+    named = [(f"layer.{i}", p) for i, p in enumerate(make_params())]
+    source, target = AdamW8bit(named), AdamW8bit([(name, p.detach().clone()) for name, p in reversed(named)])
+    train(source, range(3))
+    target.register_load_state_dict_pre_hook(by_name)
+    target.load_state_dict(source.state_dict())
+    for p, (_, q) in zip(target.param_groups[0]["params"], reversed(named), strict=True):
+        assert same(target.state[p], source.state[q])
 
 
 def change(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:

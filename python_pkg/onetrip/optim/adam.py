@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ops.common.backends import KERNEL_DTYPES
 from ..reference.rounding import join
 from . import checkpoint, sharding
-from .foreign import IMPORTED, check_is_state_dict, from_bitsandbytes, is_of_bitsandbytes
+from .foreign import IMPORTED, check_is_complete, check_is_state_dict, from_bitsandbytes, is_of_bitsandbytes
 from .hyperparameters import Options, check_group, checked_max_grad_norm, number_on, plain
 from .state import RESIDUAL, State, checked, dequantized, fitted, for_torch, new_state, uses_8bit
 from .table import Member, StepTable, step_tables
@@ -343,7 +343,9 @@ class Adam8bit(torch.optim.Optimizer):
         Raises ValueError where it is another model's, damaged or incomplete, and then has changed nothing.
         """
         where = f"{self._name}.load_state_dict"
-        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        if isinstance(state_dict, Mapping):
+            state_dict = dict(state_dict)
+            check_is_complete(where, state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         check_is_state_dict(where, "state_dict", state_dict)
@@ -365,11 +367,6 @@ class Adam8bit(torch.optim.Optimizer):
         if remaining:
             raise ValueError(
                 f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"
-            )
-        n_states = state_dict.get("n_states", len(state))
-        if n_states != len(state):
-            raise ValueError(
-                f"{where}: state must have the {n_states} entries that it was saved with, got {len(state)}"
             )
         groups = [
             {**group, "params": ours["params"]} for ours, (group, _, _) in zip(self.param_groups, loaded, strict=True)

@@ -33,6 +33,17 @@ def check_is_state_dict(where: str, argument: str, value: object) -> None:
     raise ValueError(f"{where}: {argument} must have state and param_groups, got {got}{hint}")
 
 
+def check_is_complete(where: str, state_dict: Mapping[str, Any]) -> None:
+    """Raises ValueError where it has fewer states than state_dict() wrote. For a dict before hooks, which may load what
+    they want."""
+    states, n_states = state_dict.get("state"), state_dict.get("n_states", 0)
+    if isinstance(states, Mapping) and (found := sum(entry not in (None, {}) for entry in states.values())) < n_states:
+        raise ValueError(
+            f"{where}: state must have the {n_states} entries that it was saved with, got {found}; to load only these, "
+            "delete n_states"
+        )
+
+
 def is_of_bitsandbytes(states: Mapping[Any, Any]) -> bool:
     """By the keys of its entries. False where there are none."""
     return any(isinstance(entry, Mapping) and (_BNB_WRAPPER in entry or "state1" in entry) for entry in states.values())
