@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_no_more_than_a_block_has_gradients() -> None:
     release.remove()
     model(torch.zeros(2, 4, dtype=torch.int64)).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_removed_handle_keeps_neither_model_nor_optimizer() -> None:
+    (model, optimizer), _ = both()
+    release = enable_gradient_release(model, optimizer)
+    train(model, optimizer, 0, 1)
+    kept = [weakref.ref(model), weakref.ref(model.norm.weight), weakref.ref(optimizer)]
+    release.remove()
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None, None]
 
 
 def test_a_block_that_takes_no_part_steps_afterwards() -> None:

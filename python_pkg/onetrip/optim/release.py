@@ -71,6 +71,7 @@ class GradientRelease:
         """Backward passes leave their gradients for optimizer.step() again."""
         while self._handles:
             self._handles.pop().remove()
+        self._blocks = []  # each keeps the optimizer and the parameters alive
 
 
 def _blocks(model: nn.Module, optimizer: Adam8bit) -> list[list[Tensor]]:
