@@ -19,7 +19,7 @@ def main(steps):
                          num_key_value_heads=2, intermediate_size=384)  # fmt: skip
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=16, lora_alpha=64, target_modules="all-linear"))
     report = onetrip.patch_model(model, patterns=[*PATTERNS, "linear_cross_entropy"])
-    optimizer = onetrip.optim.AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+    optimizer = onetrip.optim.AdamW8bit(model.parameters(), lr=5e-3)
 
     text = torch.tensor(list("\n".join(topics.values()).encode()))
     losses = []

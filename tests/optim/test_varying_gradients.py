@@ -113,5 +113,5 @@ def test_a_parameter_spoilt_while_it_rests_is_refused_at_its_turn_only(known):
     pair.params[1].data = pair.params[1].data.double()
     for step in (1, 2):
         pair.step([0, 2, 4 + step], step)
-    with pytest.raises(TypeError, match="got float64 on cpu for parameter 1"):
+    with pytest.raises(TypeError, match=r"got float64 .* for parameter 1"):
         pair.step([1, 2], 3)

@@ -39,11 +39,12 @@ _OWN = ("optim_bits", "min_8bit_numel", "maximize", "capturable")
 class Adam8bit(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015) with L2 decay and states of two bytes a parameter.
 
-    params: as torch.optim takes them; float32, float16, bfloat16 in any mix, gradients too, dense. Each must be
-    contiguous to be updated in place; others cost a contiguous copy that stays. weight_decay is added to the gradient,
-    times the parameter. optim_bits: 8, or 32 for float32 states; parameters of fewer than min_8bit_numel elements have
-    float32 states in any case. Precision is chosen at a parameter's first step, of the whole parameter when it is
-    sharded, and kept. All arguments but capturable and max_grad_norm are keys of param groups too.
+    params: as torch.optim takes them; float32, float16, bfloat16 in any mix, gradients too, dense; frozen ones are of
+    any dtype. Each must be contiguous to be updated in place; others cost a contiguous copy that stays. weight_decay is
+    added to the gradient, times the parameter. optim_bits: 8, or 32 for float32 states; parameters of fewer than
+    min_8bit_numel elements have float32 states in any case. Precision is chosen at a parameter's first step, of the
+    whole parameter when it is sharded, and kept. All arguments but capturable and max_grad_norm are keys of param
+    groups too.
     lr: a number, or a float Tensor of one element. capturable: step() may be captured in a CUDA graph; lr then changes
     between replays where it is a float32 Tensor on the device.
 
@@ -132,7 +133,8 @@ class Adam8bit(torch.optim.Optimizer):
         self._max_grad_norm = checked_max_grad_norm(self._name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim; raises where a value of the group or a parameter's dtype is wrong, the group not added."""
+        """As torch.optim; raises where a value of the group, or the dtype of a parameter that requires a gradient, is
+        wrong; the group is not added then."""
         super().add_param_group(param_group)
         group = self.param_groups.pop()
         for key in ("amsgrad", "differentiable"):
@@ -142,12 +144,16 @@ class Adam8bit(torch.optim.Optimizer):
         check_group(self._name, group, may_wait=True)
         self._check_decay(group)
         for i, p in enumerate(group["params"], first):
-            if p.dtype not in KERNEL_DTYPES or p.layout != torch.strided:
-                raise TypeError(
-                    f"{self._name}: params must be dense float32, float16 or bfloat16 tensors, got "
-                    f"{str(p.dtype)[6:]} ({p.layout}) for parameter {i}"
-                )
+            if p.requires_grad:  # a frozen one is of any dtype, such as weights of 4 bits
+                self._check_param(p, str(i))
         self.param_groups.append(group)
+
+    def _check_param(self, p: Tensor, name: str) -> None:
+        if p.dtype not in KERNEL_DTYPES or p.layout != torch.strided:
+            raise TypeError(
+                f"{self._name}: params must be dense float32, float16 or bfloat16 tensors, got {str(p.dtype)[6:]} "
+                f"({p.layout}) for parameter {name}"
+            )
 
     def _check_decay(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError for a group, given or loaded from a checkpoint, with weight decay of the other kind."""
@@ -227,11 +233,9 @@ class Adam8bit(torch.optim.Optimizer):
                     f"{self._name}: capturable must be False for parameters on the CPU, got True for parameter "
                     f"{names[i]}"
                 )
-            if p.dtype not in KERNEL_DTYPES or p.device.type == "meta":
-                raise TypeError(
-                    f"{self._name}: params must be float32, float16 or bfloat16 and hold data, got {str(p.dtype)[6:]} "
-                    f"on {p.device} for parameter {names[i]}"
-                )
+            self._check_param(p, names[i])
+            if p.device.type == "meta":
+                raise TypeError(f"{self._name}: params must hold data, got one on meta for parameter {names[i]}")
             known_state = new.get(p) or self.state.get(p)
             state = fitted(p, known_state or new_state(p, uses_8bit(group, p)), group["master_weight_bits"])
             if state is not known_state:
