@@ -16,7 +16,7 @@ What every backend computes, in float32, every operation rounded by itself:
 p is the master weight where there is one (rounding.py: join), and becomes its parameter and residual (split).
 
 C_t bounds |u| of exact Adam (Cauchy-Schwarz over the gradients' weights in m and v), so the clamp meets quantisation
-error only.
+error only. That holds for betas that do not change.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def dequantize(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 
 def largest_update(beta1: float, beta2: float, t: float) -> float:
-    """C_t: |m_hat| / sqrt(v_hat) of exact Adam after t steps never exceeds it, whatever the gradients were."""
+    """C_t: |m_hat| / sqrt(v_hat) of exact Adam after t steps with these betas never exceeds it, whatever the gradients
+    were."""
     if beta1 != 0.0 and beta2 == 0.0:
         return math.inf
     ratio = beta1 * beta1 / beta2 if beta1 != 0.0 else 0.0
