@@ -207,7 +207,8 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def may_change(statement: ast.stmt, name: str) -> bool:
-    """Whether the statement may bind the name, leave the block, write to a tensor in place or set an attribute."""
+    """Whether the statement may bind the name, leave the block, write to a tensor in place, set an attribute or
+    call a function for its effect."""
     for node in ast.walk(statement):
         match node:
             case ast.Name(id=bound, ctx=ast.Store() | ast.Del()) if bound == name:
@@ -216,7 +217,7 @@ def may_change(statement: ast.stmt, name: str) -> bool:
                 return True
             case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
                 return True
-            case ast.keyword(arg="inplace" | "out"):
+            case ast.keyword(arg="inplace" | "out") | ast.Expr(value=ast.Call()):
                 return True
             case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_") and not method.startswith("_"):
                 return True

@@ -145,36 +145,21 @@ def _holds(module: nn.Module, operand: Operand) -> bool:
     return not operand.linear or has_bias_at(module, operand.linear)
 
 
-def _is_written_before(module: nn.Module, found: FoundSum, norm: ast.Call) -> bool:
-    """Whether a child that works in place is called between the sum and the norm."""
-    for statement in found.place.following:
-        nodes = list(ast.walk(statement))
-        children = (module._modules.get(node.attr) for node in nodes if isinstance(node, ast.Attribute))
-        if any(getattr(child, "inplace", False) for child in children):
-            return True
-        if any(node is norm for node in nodes):
-            return False
-    return False
-
-
 def _norm(
     module: nn.Module, found: FoundSum, norm_of: Callable[[nn.Module], NormSpec | Unsuitable]
 ) -> tuple[tuple[str, ast.Call], NormSpec, type] | Unsuitable | None:
-    reason: Unsuitable | None = None
-    for path, call in found.norms:
-        child = child_at(module, path)
-        if child is None or _is_written_before(module, found, call):
-            continue
-        spec = norm_of(child)
-        if isinstance(spec, Unsuitable):
-            is_norm = spec.reason == "peft_wrapper" or (spec.reason != "unknown_forward" and not child._modules)
-            reason = Unsuitable(spec.reason, f"{path}: {spec.detail}") if is_norm else reason
-        elif spec.gate:
-            continue
-        elif "forward" in vars(child):
-            reason = Unsuitable("hf_hook", f"{path} has a forward of its own")
-        elif not is_plain(child, original_class(type(child))):
-            reason = Unsuitable("forward_hooks", f"on {path}")
-        else:
-            return (path, call), spec, original_class(type(child))
-    return reason
+    path = "" if found.norm is None else found.norm[0]
+    child = child_at(module, path)
+    if found.norm is None or child is None:
+        return None
+    spec = norm_of(child)
+    if isinstance(spec, Unsuitable):
+        is_norm = spec.reason == "peft_wrapper" or (spec.reason != "unknown_forward" and not child._modules)
+        return Unsuitable(spec.reason, f"{path}: {spec.detail}") if is_norm else None
+    if spec.gate:
+        return None
+    if "forward" in vars(child):
+        return Unsuitable("hf_hook", f"{path} has a forward of its own")
+    if not is_plain(child, original_class(type(child))):
+        return Unsuitable("forward_hooks", f"on {path}")
+    return found.norm, spec, original_class(type(child))

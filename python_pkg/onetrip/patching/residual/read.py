@@ -6,11 +6,13 @@ A class is read once. What a child is (a dropout, a norm, a linear layer) is a c
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..forward import Forward, Place, assigned_name, evaluated, may_change, mentions, places
+from ..source import calls_in
 from .inline import inlined
+from .values import Values
 
 
 @dataclass(eq=False)
@@ -49,10 +51,10 @@ class FoundSum:
     """The name that the sum itself is assigned to; empty where it is part of a larger expression."""
     operands: tuple[list[Operand], list[Operand]]
     """Ways to read each side, the one that takes most off first; the last one is the plain expression."""
-    norms: list[tuple[str, ast.Call]]
-    """(path of a child that is called with the sum alone, that call), in order."""
+    norm: tuple[str, ast.Call] | None
+    """(path of the child that is called with the sum alone, before any other has the sum, that call)."""
     has_inline_norm: bool
-    """Whether norms' only call stands around the sum itself."""
+    """Whether that call stands around the sum itself."""
     is_open: bool
     """Whether the sum may be linked to a norm at run time: it is returned, or passed alone to a child later. Not in a
     loop."""
@@ -68,7 +70,7 @@ class SumReader:
     """Reads the sums of one forward."""
 
     def __init__(self, forward: Forward) -> None:
-        self.forward, self.returned = forward, _returned_names(forward.tree)
+        self.forward, self.values = forward, Values(forward)
 
     def read(self) -> Iterator[FoundSum]:
         for place in places(self.forward.tree.body):
@@ -128,30 +130,27 @@ class SumReader:
         while isinstance(whole, ast.Call) and isinstance(whole.func, ast.Attribute):  # (a + b).view(...)
             whole = whole.func.value
         assigned, target = target if whole is node else "", target if value is node else ""
-        is_exposed = isinstance(place.statement, ast.Return) or self.is_returned(assigned, place.following)
-        norms: list[tuple[str, ast.Call]] = []
+        is_returned = isinstance(place.statement, ast.Return) or self.is_read_by(self.values.returned, assigned, place)
+        norm: tuple[str, ast.Call] | None = None
         around = next((call for call in ast.walk(value) if isinstance(call, ast.Call) and call.args == [node]), None)
         inline = around is not None and (path := self.forward.child(around.func)) != "" and not around.keywords
         if inline and around is not None:
-            norms = [(path, around)]
-        elif target and not is_exposed:
-            norms = list(self.norms_after(place.following, target))
+            norm = path, around
+        elif target and not self.is_read_by(self.values.exposed, target, place):
+            norm = self.norm_after(place.following, target)
         operands = self.readings(node.left, place), self.readings(node.right, place)
-        is_open = not place.in_loop and (is_exposed or self.is_passed_on(assigned, place.statement))
-        return FoundSum(node, place, target, operands, norms, inline, is_open)
+        is_open = not place.in_loop and (is_returned or self.is_passed_on(assigned, place.statement))
+        return FoundSum(node, place, target, operands, norm, inline, is_open)
 
-    def is_returned(self, name: str, following: list[ast.stmt]) -> bool:
-        """Whether the forward may return the value of a name, or of another name for it. following: in its block."""
-        others = [
-            statement.targets[0].id
-            for statement in following
-            if isinstance(statement, ast.Assign)
-            and isinstance(statement.targets[0], ast.Name)
-            and isinstance(statement.value, ast.Name)
-            and statement.value.id == name
-        ]
-        rebound = {assigned_name(statement) for statement in following}
-        return name in self.returned - rebound or any(other in self.returned for other in others)
+    def is_read_by(self, readers: Iterable[ast.Name], name: str, place: Place) -> bool:
+        """Whether one of the readers may read the value that the name has after the statement at this place."""
+        start = _end(place.statement)
+        end = next((_end(each) for each in place.following if assigned_name(each) == name), None)
+        for reader in readers:
+            is_after = (reader.lineno, reader.col_offset) >= start
+            if reader.id == name and (is_after or place.in_loop) and (end is None or start <= _end(reader) <= end):
+                return True
+        return False
 
     def is_passed_on(self, name: str, statement: ast.stmt) -> bool:
         """Whether a child is called with the name alone after the statement."""
@@ -202,66 +201,37 @@ class SumReader:
         if isinstance(x, ast.Call) and (path := self.forward.child(x.func)) != "":
             yield replace(operand, opened=path, call=x, in_tuple=in_tuple)
 
-    def norms_after(self, following: list[ast.stmt], target: str) -> Iterator[tuple[str, ast.Call]]:
-        """Calls of a child with the sum alone that surely follow, before the name is bound again."""
+    def norm_after(self, following: list[ast.stmt], target: str) -> tuple[str, ast.Call] | None:
+        """The first child that is given the sum, if that surely happens: others may write to it. None if the name is
+        bound again before, or anything else may change."""
+        names = {target}
         for statement in following:
-            if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
-                for node in evaluated(statement):
-                    called = self.forward.called(node) if isinstance(node, ast.Call) else None
-                    if called is not None and isinstance(called[1], ast.Name) and called[1].id == target:
-                        yield called[0], node  # type: ignore[misc]
+            given = [call for call in calls_in(statement) if self.is_given(call, names)]
+            if given:
+                is_simple = isinstance(statement, (ast.Assign, ast.Return))
+                surely = [node for node in evaluated(statement) if node in given] if is_simple else []
+                called = self.forward.called(surely[0]) if len(surely) == len(given) else None
+                if called is not None and isinstance(called[1], ast.Name) and called[1].id == target:
+                    return called[0], surely[0]
+                return None
             if may_change(statement, target):
-                return
+                return None
+            if isinstance(statement, ast.Assign) and self.may_be(statement.value, names):
+                names.add(assigned_name(statement))
+        return None
+
+    def is_given(self, call: ast.Call, names: Container[str]) -> bool:
+        """Whether a child, or a method of the module, is called with the tensor of one of the names."""
+        arguments = (*call.args, *(keyword.value for keyword in call.keywords))
+        return self.forward.child(call.func) != "" and any(self.may_be(each, names) for each in arguments)
+
+    def may_be(self, value: ast.expr, names: Container[str]) -> bool:
+        return any(part.id in names for part in self.values.parts(value))
+
+
+def _end(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _is_sum(node: ast.expr) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-
-
-def _returned_names(tree: ast.FunctionDef) -> set[str]:
-    """Names whose value the forward returns, as it is or in a tuple or keyword."""
-    names: set[str] = set()
-    nodes = list(ast.walk(tree))
-    tuples = {
-        node.targets[0].id
-        for node in nodes
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
-    }
-
-    def is_tuple(expression: ast.AST) -> bool:
-        return isinstance(expression, ast.Tuple) or (isinstance(expression, ast.Name) and expression.id in tuples)
-
-    def visit(expression: ast.AST | None) -> None:
-        match expression:
-            case ast.Name(id=name):
-                names.add(name)
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                for part in parts:
-                    visit(part)
-            case ast.Starred(value=inner):
-                visit(inner)
-            case ast.BinOp(op=ast.Add(), left=left, right=right) if is_tuple(left) or is_tuple(right):
-                visit(left)
-                visit(right)
-            case ast.IfExp(body=then, orelse=otherwise):
-                visit(then)
-                visit(otherwise)
-            case ast.Call(func=function, keywords=keywords):
-                if isinstance(function, ast.Attribute):  # x.view(...)
-                    visit(function.value)
-                for keyword in keywords:
-                    visit(keyword.value)
-
-    for node in nodes:
-        if isinstance(node, ast.Return):
-            visit(node.value)
-    before = -1
-    while before != len(names):
-        before = len(names)
-        for node in nodes:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in names:
-                    visit(value)
-                case ast.AugAssign(target=ast.Name(id=name), value=value) if name in names:
-                    visit(value)
-    return names
