@@ -353,12 +353,14 @@ def _is_read(x: Any) -> bool:
 
 
 def _is_sum(x: Any, residual: Any) -> bool:
-    """Whether the operands are floating-point tensors of one shape that the operators take."""
+    """Whether the operands are floating-point tensors of one shape that the operators take. Of two that are not
+    contiguous torch's sum is not, either, and may be viewed as they may."""
     return (
         _is_operand(x)
         and _is_operand(residual)
         and x.shape == residual.shape  # no broadcasting
         and x.device == residual.device
+        and (x.is_contiguous() or residual.is_contiguous())
     )
 
 

@@ -342,6 +342,24 @@ def test_the_wrapper_of_a_fused_forward_runs() -> None:
     assert report.calls()[""] == (1, 0) and "post(" in report.diff("")
 
 
+CHANNELS_FIRST = {
+    "dropout": "h = h + self.drop(h)",
+    "dropout and norm": "h = h + self.drop(h); b = self.post(h); h = h + b.mean()",
+    "linked": "h = h + h; b = self.post(h); h = h + b.mean()",
+}
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in CHANNELS_FIRST.items()])
+def test_a_sum_of_transposed_tensors_is_viewed_as_they_are(body: str) -> None:
+    viewed = "; return h.transpose(1, 2).view(a.shape[0], -1)"
+    block, original, _ = patched_pair(randomised(block_of(f"h = a.transpose(1, 2) * 1.0; {body}{viewed}")()))
+    (x,) = inputs()
+    channels_first = x.mT.contiguous()
+    for _ in range(3):
+        assert_agree(outcome(block, channels_first, x), outcome(original, channels_first, x))
+    block.train()(channels_first, x)
+
+
 OTHERS = {
     "reads the dropped": READS_THE_DROPPED,
     "adds no tensors": """
