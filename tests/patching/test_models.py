@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import PatchReport, patch_model, unpatch_model
-from outcomes import assert_agree, assert_equal, loss_outcome
+from outcomes import Outcome, assert_agree, assert_equal, loss_outcome
 from patching_cases import ZOO, build, causal, padded_text, token_ids
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -150,19 +150,40 @@ def test_hidden_states_and_attentions_are_returned(name: str) -> None:
         assert_agree(actual[key], expected[key])
 
 
+DROPOUT: dict[str, tuple[str, ...]] = {
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "t5": ("dropout_rate",),
+    "llama": ("attention_dropout",),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_gradient_checkpointing_draws_the_same_masks(use_reentrant: bool) -> None:
-    model, inputs = build("bert", hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train(), padded_text()
+@pytest.mark.parametrize("name", DROPOUT)
+def test_gradient_checkpointing_draws_the_same_masks(name: str, use_reentrant: bool, autocast: bool) -> None:
+    """A reentrant checkpoint runs forward without gradients first: what depends on them must not choose who draws."""
+    model, inputs = build(name, **dict.fromkeys(DROPOUT[name], 0.3)).train(), ZOO[name].inputs()
     patch_model(model)
-    torch.manual_seed(7)
-    expected = loss_outcome(model, inputs)
+    read: dict[str, list[Tensor]] = {}
+    for path, module in model.named_modules():
+        if path.endswith((".output.dense", ".c_proj", ".o", ".wo", ".o_proj", ".down_proj")):
+            module.register_forward_pre_hook(lambda _, given, path=path: read.setdefault(path, []).append(given[0]))
+
+    def run(seed: int) -> Outcome:
+        read.clear()
+        torch.manual_seed(seed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return loss_outcome(model, inputs)
+
+    run(7)  # makes the links
+    expected, once = run(7), dict(read)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    torch.manual_seed(7)
-    actual = loss_outcome(model, inputs)
-    torch.manual_seed(8)
-    other = loss_outcome(model, inputs)
-    assert_equal(actual, expected)
-    assert not torch.equal(other["loss"], expected["loss"])
+    # Gradients that autocast rounds are added up in another order.
+    assert_agree(run(7), expected, relative=0.02 if autocast else 1e-5)
+    assert read.keys() == once.keys() and all(len(each) == 2 for each in read.values())
+    assert all(torch.equal(x, once[path][0]) for path, both in read.items() for x in both)
+    assert not torch.equal(run(8)["loss"], expected["loss"])
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])

@@ -103,19 +103,19 @@ def fits(
     scale: object,
     mask_may_be_bool: bool = False,
 ) -> bool:
-    """Whether the fused call supports these arguments: 4-D tensors of one kernel dtype, neither sharded nor empty,
-    masks that broadcast, and a scale that is a number."""
+    """Whether the fused call supports these arguments: 4-D tensors of one kernel dtype (under autocast, which casts
+    them, of several), neither sharded nor empty, masks that broadcast, and a scale that is a number."""
     if not (
         isinstance(scale, (int, float))
         and query.dim() == key.dim() == value.dim() == 4
         and query.dtype in KERNEL_DTYPES
+        and (query.dtype == key.dtype == value.dtype or _are_cast(query, key, value))
     ):
         return False
     batch, n_heads, n_queries, width = query.shape
     weights = (batch, n_heads, n_queries, key.shape[2])
     if not (
-        query.dtype == key.dtype == value.dtype
-        and key.shape[0] == batch
+        key.shape[0] == batch
         and key.shape[3] == width
         and key.shape[:3] == value.shape[:3]
         and key.shape[1] > 0
@@ -131,6 +131,12 @@ def fits(
         and _is_added(bias, weights)
         and (sinks is None or _is_added(sinks, (*weights[:3], 1)))
     )
+
+
+def _are_cast(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether autocast gives the fused call one dtype, as it gives products. A rotation, a norm or a cache may leave q
+    and k in float32 where v has autocast's dtype; a reentrant checkpoint does so in one of its two forwards."""
+    return calls.is_autocasting(query) and key.dtype in KERNEL_DTYPES and value.dtype in KERNEL_DTYPES
 
 
 def _is_added(tensor: Tensor | None, shape: tuple[int, ...], may_be_bool: bool = False) -> bool:
