@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -49,6 +51,7 @@ NAMED_CUDA_ARCHS = {
     "Blackwell": "10.0 10.3 12.0 12.1+PTX",
     "Blackwell+Tegra": "11.0",
 }
+COMPILER_CACHES = ("ccache", "sccache", "distcc")
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -73,10 +76,13 @@ def output(*command: str) -> str:
     return done.stdout + done.stderr
 
 
+@cache
 def cxx_compiler() -> str | None:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and shutil.which(name.split()[0]):
+        if name and shutil.which(shlex.split(name)[0]):
             return name
+        if name and name == os.environ.get("CXX"):
+            say(f"CXX={name} cannot be found: looking for c++, g++ and clang++")
     return None
 
 
@@ -218,7 +224,9 @@ class BuildNative(build_ext):
                 sm = arch.replace(".", "")
                 code.append(f"-gencode=arch=compute_{sm},code={f'[sm_{sm},compute_{sm}]' if with_ptx else f'sm_{sm}'}")
             built = " ".join(arch for arch, _ in archs)
-            nvcc = [str(home / "bin/nvcc"), *NVCC_FLAGS, f"-I{csrc}", "-ccbin", compiler.split()[0], *code]
+            # nvcc runs the host compiler itself, and takes its name alone: CXX may be "ccache g++ -m64".
+            host = next(word for word in shlex.split(compiler) if Path(word).name not in COMPILER_CACHES)
+            nvcc = [str(home / "bin/nvcc"), *NVCC_FLAGS, f"-I{csrc}", "-ccbin", host, *code]
             ninja.rule("nvcc", f"{shell(nvcc)} -MD -MF $out.d $flags -c $in -o $out")
             for source in sorted((csrc / "cuda").glob("*.cu")):
                 compile("nvcc", source, f"cuda_{source.stem}", [f'-DONETRIP_CUDA_ARCHS_BUILT="{built}"'])

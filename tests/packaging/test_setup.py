@@ -174,8 +174,8 @@ def test_our_list_of_cards_that_nvcc_does_not_know_is_refused(build, monkeypatch
         build.cuda_archs(NVCC)
 
 
-def ninja_file(build: ModuleType, folder: Path) -> str:
-    build.BuildNative.write_ninja(None, folder, folder / "_native.so", "c++")
+def ninja_file(build: ModuleType, folder: Path, compiler: str = "c++") -> str:
+    build.BuildNative.write_ninja(None, folder, folder / "_native.so", compiler)
     return (folder / "build.ninja").read_text()
 
 
@@ -187,6 +187,24 @@ def test_code_is_generated_for_each_architecture_and_ptx_for_the_marked(build, m
     assert "-gencode=arch=compute_80,code=sm_80" in ninja
     assert "-gencode=arch=compute_90,code=[sm_90,compute_90]" in ninja
     assert "ONETRIP_CUDA_ARCHS_BUILT" in ninja and "-DONETRIP_WITH_CUDA" in ninja and "-lcudart_static" in ninja
+
+
+@pytest.mark.parametrize(
+    ("compiler", "host"),
+    [("c++", "c++"), ("g++ -m64", "g++"), ("ccache g++", "g++"), ("'/opt/my tools/sccache' clang++ -O2", "clang++")],
+)
+def test_nvcc_is_given_the_compiler_behind_a_cache(build, monkeypatch, tmp_path, compiler, host):
+    monkeypatch.setattr(build, "cuda_home", lambda: NVCC.parent.parent)
+    ninja = ninja_file(build, tmp_path, compiler)
+    assert f"-ccbin {host} " in ninja and f"command = {compiler} " in ninja
+
+
+def test_a_compiler_that_is_not_there_is_named(build, monkeypatch, capsys):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None if name == "/nope/g++" else f"/bin/{name}")
+    monkeypatch.setenv("CXX", "/nope/g++ -m64")
+    assert build.cxx_compiler() == "c++" and build.cxx_compiler() == "c++"
+    said = "onetrip: CXX=/nope/g++ -m64 cannot be found: looking for c++, g++ and clang++\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
