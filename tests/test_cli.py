@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import onetrip
 import pytest
 import torch
 from onetrip import selfcheck
-from onetrip.cli import app
+from onetrip.cli import app, main
 from typer.testing import CliRunner
 
 FAST = ["--batch-size", "1", "--sequence-length", "8", "--steps", "1"]
@@ -175,6 +176,17 @@ def test_python_m_onetrip_is_the_command():
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("doctor", "anatomy", "methods", "bench"))
     assert "__main__" not in done.stdout
+
+
+def test_an_output_that_lacks_characters(monkeypatch):
+    """As with PYTHONIOENCODING=ascii."""
+    monkeypatch.setattr(selfcheck, "KERNELS", selfcheck.KERNELS[:1])
+    monkeypatch.setattr(sys, "argv", ["onetrip", "doctor"])
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True))
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert "What auto picks" in sys.stdout.buffer.getvalue().decode("ascii")
 
 
 def test_version(run):

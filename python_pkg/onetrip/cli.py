@@ -200,6 +200,9 @@ def methods(
 
 def main() -> None:
     """Entry point of the `onetrip` command."""
+    for stream in (sys.stdout, sys.stderr):  # of ASCII, under PYTHONIOENCODING: "?" for other characters
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     if sys.argv[1:2] == ["bench"]:
         bench.bind_threads(sys.argv[2:])
     app()
