@@ -56,6 +56,11 @@ def test_steps_must_be_positive():
         anatomy.measure_step(model, batch, torch.optim.SGD(model.parameters()), steps=0)
 
 
+def test_there_must_be_a_variant():
+    with pytest.raises(ValueError, match="variants must not be empty"):
+        anatomy.measure_variants(nn.Linear(2, 2), lambda: torch.zeros(()), {})
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

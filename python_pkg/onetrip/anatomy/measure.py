@@ -141,6 +141,8 @@ def measure_variants(
     """
     if steps < 1:
         raise ValueError(f"measure_variants: steps must be at least 1, got {steps}")
+    if not variants:
+        raise ValueError("measure_variants: variants must not be empty")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = list(inputs)
     not_counted = [*model.parameters(), *model.buffers(), *inputs]
