@@ -1,8 +1,12 @@
+import sys
+
 import pytest
 import torch
 import transformers
 from onetrip import anatomy
+from onetrip.methods import Options
 from onetrip.methods.data import make_data
+from onetrip.methods.session import Session
 
 PUBLISHED_MILLIONS = {
     "distilbert-base": 67.0,
@@ -99,3 +103,60 @@ def test_model_without_a_head_to_train(tmp_path):
     CLIPTextConfig().save_pretrained(tmp_path)
     with pytest.raises(anatomy.UsageError, match="none of the heads"):
         anatomy.load_model(str(tmp_path))
+
+
+BERT = TINY | {"vocab_size": 2000}
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 2000}
+CLASSIFIERS = {
+    "classes": ("BertForSequenceClassification", BERT | {"num_labels": 3}),
+    "regression": ("BertForSequenceClassification", BERT | {"num_labels": 1}),
+    "several classes a row": (
+        "BertForSequenceClassification", BERT | {"num_labels": 4, "problem_type": "multi_label_classification"}
+    ),
+    "the last token is read": (
+        "GPT2ForSequenceClassification", {"n_embd": 32, "n_layer": 1, "n_head": 2, "pad_token_id": 0}
+    ),
+    "the end is read": ("T5ForSequenceClassification", T5 | {"decoder_start_token_id": 0, "num_labels": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_saved_classifier_is_trained_as_one(name, tmp_path):
+    saved_as, arguments = CLASSIFIERS[name]
+    model = getattr(transformers, saved_as)
+    model = model(model.config_class(**arguments))
+    model.save_pretrained(tmp_path)
+    loaded = anatomy.load_model(str(tmp_path)).to(torch.bfloat16)
+    assert type(loaded) is type(model)
+    loss = loaded(**anatomy.make_batch(loaded, 2, 16)).loss
+    loss.backward()
+    assert loss > 0.0
+    with pytest.raises(anatomy.UsageError, match=f"no text with labels for {saved_as}"):
+        Session(Options(str(tmp_path)))
+
+
+@pytest.mark.parametrize("architectures", [None, ["BertModel"]])
+def test_a_model_saved_without_a_head_is_given_one(architectures, tmp_path):
+    transformers.BertConfig(**BERT, architectures=architectures).save_pretrained(tmp_path)
+    assert type(anatomy.load_model(str(tmp_path), weights=False)).__name__ == "BertForMaskedLM"
+
+
+def test_another_head_than_the_saved_one_is_not_taken_silently(tmp_path):
+    transformers.BertConfig(**BERT, architectures=["BertForQuestionAnswering"]).save_pretrained(tmp_path)
+    with pytest.raises(anatomy.UsageError, match=r"saved as BertForQuestionAnswering.*: BertForMaskedLM, Bert"):
+        anatomy.load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["transformers", "tokenizers"])
+def test_what_cannot_be_imported_is_named(name, monkeypatch):
+    class Finder:
+        @staticmethod
+        def find_spec(wanted, *_):
+            if wanted == "transformers":
+                raise ImportError(f"no {name} here\nand more", name=name)
+
+    monkeypatch.delitem(sys.modules, "transformers")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    said = "anatomy needs transformers: pip" if name == "transformers" else "cannot be imported: no tokenizers here$"
+    with pytest.raises(anatomy.UsageError, match=said):
+        anatomy.load_model("tiny-bert")

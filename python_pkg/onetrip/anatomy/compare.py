@@ -55,6 +55,8 @@ class Comparison:
     options: Options
     device: torch.device
     """Where it ran, or of the kind that it was predicted for."""
+    model_class: str
+    """Whose head and loss the step has."""
     n_parameters: int
     columns: dict[str, Column]
     sites: dict[str, Any]
@@ -69,6 +71,7 @@ class Comparison:
             **self.header,
             "options": vars(self.options),
             "device": str(self.device),
+            "model_class": self.model_class,
             "parameters": self.n_parameters,
             "columns": {name: column.to_dict() for name, column in self.columns.items()},
             "ratios": self._ratios(),
@@ -144,6 +147,7 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     return Comparison(
         options=options,
         device=device,
+        model_class=type(fake).__name__,
         n_parameters=sum(p.numel() for p in fake.parameters()),
         columns=columns,
         sites=sites,

@@ -66,7 +66,6 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit-base": ("vit", "ImageClassification", {}),
 }
 
-_HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM", "ImageClassification")
 # A name without an owner is asked of nobody: a misspelt preset should not wait for the network.
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 MASKED_FRACTION = 0.15
@@ -82,7 +81,9 @@ def load_model(name: str, *, weights: bool = True) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError("anatomy needs transformers: pip install 'onetrip[transformers]'") from error
+        if error.name == "transformers":
+            raise UsageError("anatomy needs transformers: pip install 'onetrip[transformers]'") from error
+        raise UsageError(f"transformers cannot be imported: {first_line(error)}") from error
     is_preset = name in PRESETS
     if is_preset:
         model_type, head, arguments = PRESETS[name]
@@ -122,7 +123,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def _head_of(config: Any) -> str:
-    """The head that gives config's model a loss: the one it was saved with, else the first that its type has."""
+    """The head that gives config's model a loss: the one it was saved with; of a config without a class, and of a model
+    saved without a head, the first that its type has."""
     from transformers.models.auto import modeling_auto
 
     mappings = {
@@ -130,23 +132,47 @@ def _head_of(config: Any) -> str:
         "CausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         "Seq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         "ImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        "SequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     }
-    available = [head for head in _HEADS if type(config) in mappings[head]]
-    saved_as = config.architectures or []
-    for head in available:
-        model_class: Any = mappings[head][type(config)]
-        if any(c.__name__ in saved_as for c in (model_class if isinstance(model_class, tuple) else (model_class,))):
-            return head
+
+    def classes(mapping: Any) -> set[str]:
+        found = mapping.get(type(config), ())
+        return {each.__name__ for each in (found if isinstance(found, tuple) else (found,))}
+
+    available = {head: found for head, mapping in mappings.items() if (found := classes(mapping))}
     if not available:
         raise UsageError(
-            f"{config.model_type} models have none of the heads that anatomy can train: {', '.join(_HEADS)}"
+            f"{config.model_type} models have none of the heads that anatomy can train: {', '.join(mappings)}"
         )
-    return available[0]
+    saved_as = set(config.architectures or ())
+    for head in available:
+        if available[head] & saved_as:
+            return head
+    if saved_as - classes(modeling_auto.MODEL_MAPPING):
+        raise UsageError(
+            f"saved as {', '.join(sorted(saved_as))}, which anatomy cannot train; with another class under "
+            f'"architectures" in its config.json it can: {", ".join(sorted(set().union(*available.values())))}'
+        )
+    return next(iter(available))
 
 
 def reads_images(model: nn.Module) -> bool:
     """Whether a batch of it is images, and no text."""
     return model.main_input_name == "pixel_values"
+
+
+def classifies_text(model: nn.Module) -> bool:
+    """Whether a batch of it has one label a sequence."""
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
+def _class_labels(config: Any, n: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """One class a row; numbers where the config asks for a regression, as it does with one label, or for several
+    classes a row."""
+    n_labels, kind = config.num_labels, getattr(config, "problem_type", None)
+    if n_labels == 1 or kind not in (None, "single_label_classification"):
+        return torch.rand(n, n_labels, generator=generator, device="cpu").to(dtype)
+    return torch.randint(n_labels, (n,), generator=generator, device="cpu")
 
 
 def image_shape(config: Any) -> tuple[int, int, int]:
@@ -165,15 +191,16 @@ def first_word_id(vocab_size: int) -> int:
 def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: int = 0) -> dict[str, Tensor]:
     """Random input and labels for one step, on the model's device: token ids [batch_size, sequence_length], or images.
 
-    A masked language model has 15% of its positions to predict, the others every one. Images have the size that the
-    config gives, and pixels of the weights' dtype: sequence_length says nothing there.
+    A masked language model has 15% of its positions to predict, other language models every one; a classifier has one
+    label a row. Images have the size that the config gives, and pixels of the weights' dtype: sequence_length says
+    nothing there.
     """
     config: Any = model.config
     weight = next(model.parameters())
     generator = torch.Generator().manual_seed(seed)
     if reads_images(model):
         pixels = torch.randn(batch_size, *image_shape(config), generator=generator, device="cpu")
-        labels = torch.randint(config.num_labels, (batch_size,), generator=generator, device="cpu")
+        labels = _class_labels(config, batch_size, generator, weight.dtype)
         return {"pixel_values": pixels.to(weight.device, weight.dtype), "labels": labels.to(weight.device)}
     config = config.get_text_config()  # of Gemma 3, which takes images too
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or -1
@@ -188,4 +215,8 @@ def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: in
         masked = torch.rand(ids.shape, generator=generator, device="cpu") < MASKED_FRACTION
         masked[:, 0] = True  # at least one position a row, so that the loss is a number
         labels = torch.where(masked, ids, IGNORED_LABEL)
+    elif classifies_text(model):
+        labels = _class_labels(model.config, batch_size, generator, weight.dtype)
+        if getattr(config, "is_encoder_decoder", False):
+            ids[:, -1] = config.eos_token_id  # whose hidden state it reads
     return {"input_ids": ids.to(weight.device), "labels": labels.to(weight.device)}

@@ -62,8 +62,9 @@ def _parts(result: Mapping[str, Any], most_rows: int | None) -> list[str | Table
     options, columns = result["options"], result["columns"]
     measured = {COLUMNS[key]: column["measured"] for key, column in columns.items() if column["measured"]}
     where = result["device"] if measured else f"predicted for {result['device']}"
+    model_class = f"{result['model_class']}, " if "model_class" in result else ""  # which older files do not have
     parts: list[str | Table] = [
-        f"{result['parameters'] / 1e6:.1f} M parameters, {options['optimizer']}, {where}; "
+        f"{model_class}{result['parameters'] / 1e6:.1f} M parameters, {options['optimizer']}, {where}; "
         f"{result['patched_modules']} modules patched."
     ]
     if any(column["fit"] for column in columns.values()):

@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import anatomy, measure
 from ..anatomy import UsageError, format_bytes
-from ..anatomy.models import reads_images
+from ..anatomy.models import classifies_text, reads_images
 from ..measure import spread
 from ..patching.linear_loss import output_layer
 from .catalog import Method, Recipe, Setting, check_names
@@ -113,7 +113,12 @@ class Session:
         self.options = options
         self.device = options.torch_device()
         dtype = getattr(torch, options.dtype)
-        check_fits(anatomy.load_model(options.model, weights=False), dtype, self.device)
+        on_meta = anatomy.load_model(options.model, weights=False)
+        if classifies_text(on_meta):
+            raise UsageError(
+                f"methods has no text with labels for {type(on_meta).__name__}; onetrip anatomy measures it"
+            )
+        check_fits(on_meta, dtype, self.device)
         torch.manual_seed(options.seed)
         self.source = anatomy.load_model(options.model).to(dtype)
         # Raises UsageError for sequences that are too long for the model.
