@@ -205,8 +205,9 @@ class SharedInput:
         again = _redrawing(dropout, x)
         if again is None:
             return self(module, dense, dropout(x))
-        if not _is_fusable(dense, x):  # the mask is the same where a checkpoint runs without gradients first
-            return dense(again(x, None))
+        if not _is_fusable(dense, x):  # where a checkpoint runs without gradients first: the same mask, rounded alike
+            half = calls.autocast_dtype(x)
+            return dense(again(x.to(half) if half is not None and calls.multiplies(dense, x) else x, None))
         calls.count_fused(module)
         y, self.tensor = _read(module, x, dense.weight, dense.bias, again)
         return y
