@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from onetrip.patching import patch_model, patched, unpatch_model
 from onetrip.patching.calls import is_plain
 from patching_cases import WIDTH, ZOO, Model, Tail, build, classes
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -376,3 +377,47 @@ def test_torchscript_is_left_alone_and_the_rest_is_patched():
     report = patch_model(model)
     assert [site.name for site in report.patched] == ["1"]
     assert [(site.name, site.reason) for site in report.skipped] == [("0.0", "unknown_forward")]
+
+
+class Registered(Tail):
+    """Its subclasses must have names, which must differ."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        if name in cls.known:
+            raise TypeError(f"{name} is taken")
+        cls.known[name] = cls
+
+
+class Final(Registered, name="final"):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final is final")
+
+
+class OfALibrary(GradientCheckpointingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.norm = nn.Dropout(0.25), nn.LayerNorm(WIDTH)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        Registered.known[cls.__name__] = cls
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        return self.norm(self.dropout(hidden) + residual)
+
+
+class InALibrary(OfALibrary):
+    """Adds nothing."""
+
+
+@pytest.mark.parametrize("make", [Final, InALibrary])
+def test_subclass_hooks_of_users_do_not_see_patched_classes(make: type[nn.Module], x: Tensor) -> None:
+    before, model = dict(Registered.known), make().eval()
+    expected = model(x, x)
+    assert "" in {site.name for site in patch_model(model).patched}
+    torch.testing.assert_close(model(x, x), expected)
+    assert Registered.known == before and type(model).__bases__ == (make,)
+    is_checkpointed = "forward_with_checkpointing" in type(model).forward.__code__.co_name
+    assert is_checkpointed == issubclass(make, GradientCheckpointingLayer)

@@ -176,6 +176,18 @@ def patched_class(original: Any, rewrite: Rewrite) -> type:
     return _patched_classes[key]
 
 
+class _Unnoticed(nn.Module):
+    """A first base, whose __init_subclass__ runs in place of the class's own: that may add the subclass to a registry,
+    or raise for a class that is final."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+def _is_of_transformers(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "transformers"
+
+
 def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[..., Any]]) -> type:
     """A subclass of original with these methods and the same name."""
 
@@ -208,7 +220,7 @@ def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[...
 
     cls: type = type(original)(
         original.__name__,
-        (original,),
+        (_Unnoticed, original),
         {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
@@ -220,6 +232,10 @@ def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[...
             "_onetrip_rewrite": rewrite,
         },
     )
+    cls.__bases__ = (original,)
+    hooks = (vars(each).get("__init_subclass__") for each in original.__mro__ if _is_of_transformers(each))
+    if (hook := next(filter(None, hooks), None)) is not None:  # wraps the forward for checkpointing
+        hook.__func__(cls)
     # By type: where an instance is asked, PEFT's wrappers pass the question on to the model in them.
     copy._deepcopy_dispatch[cls] = deep_copy  # type: ignore[attr-defined]
     cls._onetrip_class = cls  # type: ignore[attr-defined]  # distinguishes cls from classes that inherit from it
