@@ -421,3 +421,21 @@ def test_subclass_hooks_of_users_do_not_see_patched_classes(make: type[nn.Module
     assert Registered.known == before and type(model).__bases__ == (make,)
     is_checkpointed = "forward_with_checkpointing" in type(model).forward.__code__.co_name
     assert is_checkpointed == issubclass(make, GradientCheckpointingLayer)
+
+
+class OfAFunction(Tail):
+    forward = torch.add
+
+
+class OfAProperty(Tail):
+    @property
+    def forward(self) -> Any:
+        return self.norm
+
+
+@pytest.mark.parametrize("make", [OfAFunction, OfAProperty])
+def test_a_forward_without_a_signature_is_left_alone(make: type[nn.Module]) -> None:
+    assert [site.name for site in patch_model(nn.Sequential(make(), nn.LayerNorm(WIDTH))).patched][-2:] == [
+        "0.norm",
+        "1",
+    ]

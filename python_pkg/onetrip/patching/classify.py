@@ -336,7 +336,10 @@ def _resembles_block(module: nn.Module) -> bool:
     children = [child for child in module._modules.values() if child is not None]
     has_norm_or_dropout = any(isinstance(child, nn.Dropout) or _is_called_norm(child) for child in children)
     has_linear = any(isinstance(child, nn.Linear) for child in children)
-    arguments = inspect.signature(type(module).forward).parameters.values()
+    try:
+        arguments = inspect.signature(type(module).forward).parameters.values()
+    except (TypeError, ValueError):  # a property, a built-in function
+        return False
     takes_two = len(arguments) == 3 and all(argument.default is argument.empty for argument in arguments)
     return has_linear and has_norm_or_dropout and takes_two and not any(child._modules for child in children)
 
