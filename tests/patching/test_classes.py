@@ -439,3 +439,21 @@ def test_a_forward_without_a_signature_is_left_alone(make: type[nn.Module]) -> N
         "0.norm",
         "1",
     ]
+
+
+class LazyTail(Tail):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.LazyLinear(WIDTH)
+
+
+def test_lazy_parameters_are_reported_until_they_have_a_shape(x: Tensor) -> None:
+    model = nn.ModuleDict({"tail": LazyTail(), "norm": nn.LayerNorm(WIDTH)})
+    report = patch_model(model)
+    assert "norm" in {site.name for site in report.patched}
+    assert [site.name for site in report.skipped] == ["", "tail", "tail.dense"]
+    assert {site.detail for site in report.skipped} == {
+        "lazy parameters have no shape yet: run the model once, then patch it"
+    }
+    model["tail"](x, x)
+    assert "tail" in {site.name for site in patch_model(model).patched}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..ops.common.backends import KERNEL_DTYPES
 from . import dropouts, experts, linear_loss, watched_logits
@@ -119,6 +120,7 @@ class Classifier:
         """id(module of which a part is a site) -> why another part is none."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.dropout = Dropout(self.model_device) if dropouts.PATTERN in wanted and _in_float64(model) is None else None
+        self.is_lazy = any(map(is_lazy, model.parameters()))
         self.known: dict[Any, Any] = {}
         """What was found of classes, of rewritten forwards, of configurations of leaves, and of sites: see _once."""
 
@@ -134,6 +136,8 @@ class Classifier:
         """The site that a module is; why it is none, if a user would expect one; None for anything else."""
         if isinstance(module, torch.jit.ScriptModule):
             return None if module._modules else Unsuitable("unknown_forward", "TorchScript")
+        if self.is_lazy and any(map(is_lazy, module.parameters())):
+            return _LAZY
         if self.loss_pattern and any(head is module for head in self.output_layers.values()):
             return _replaced(module) or _in_float64(module) or VocabularyLoss(None, self.loss_pattern)
         if id(module) in self.tied:
@@ -311,6 +315,7 @@ def _supported_norm(module: nn.Module, device: torch.device) -> NormSpec | Unsui
 
 STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")
 _NO_SUM = Unsuitable("unknown_forward", "adds no residual to a dropped or normalised branch")
+_LAZY = Unsuitable("unsupported_shape", "lazy parameters have no shape yet: run the model once, then patch it")
 _BUFFERS = Unsuitable("unknown_forward", "keeps buffers")
 _WRONG_SHAPE = Unsuitable("unsupported_shape", "not a module with at most one weight and one bias, both vectors")
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .. import ops
 from ..ops.common.backends import use_backend
@@ -158,7 +159,7 @@ def could_be_norm(module: nn.Module) -> bool:
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return True
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if module._modules or module._buffers or len(parameters) > 2:
+    if module._modules or module._buffers or len(parameters) > 2 or any(map(is_lazy, parameters)):
         return False
     if parameters:
         return len({parameter.shape for parameter in parameters}) == 1 and parameters[0].dim() == 1
