@@ -197,3 +197,46 @@ def test_a_dropout_made_in_place_later_is_called():
     model["block"].dropout.register_forward_hook(lambda *_: seen.append(1))
     model["block"](*inputs(2))
     assert seen == [1] and report.calls() == {"block": (1, 0)}  # sum and norm are fused still
+
+
+class Opened(nn.Module):
+    """Ends in a dropout, which the sum of its parent would apply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped_ = self.proj(x)
+        return self.drop(dropped_ * 2)
+
+
+class CallsOpened(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Opened()
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return b + self.child(a)
+
+
+DROPPED = "h = torch.nn.functional.dropout(h, p=self.rate, training=self.training)"
+SOFTMAX = f"h = a @ b.mT; h = h * 0.5; h = torch.softmax(h, dim=-1); {DROPPED}"
+OWN_NAMES: dict[str, type[Block]] = {
+    "a-function's": block_of("linear_parts_ = b; return self.post(self.drop(self.proj(a)) + linear_parts_)"),
+    "a-sum's": block_of("sum_0_ = b; return self.post(self.drop(self.proj(a)) + sum_0_)"),
+    "a-norm's": block_of("normed_0_ = a; h = self.drop(a) + b; return self.post(h) * h + normed_0_"),
+    "a-parameter": block_of("return self.post(self.drop(self.proj(a)) + b) * dropped_", "a, b, dropped_=2.0"),
+    "a-lambda's": block_of("h = self.drop(self.proj(a)) + b; return (lambda sum_0_: self.post(h) + sum_0_)(h)"),
+    "a-softmax's": block_of(f"scale_ = a; {SOFTMAX}; return h @ scale_"),
+    "a-linear-layer's": block_of("shared_ = b; q = self.proj(a); k = self.second(a); return q * k * shared_"),
+    "a-child's": CallsOpened,
+}
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_a_forward_keeps_names_of_its_own_that_a_rewrite_adds(name: str) -> None:
+    block, original, report = patched_pair(randomised(OWN_NAMES[name]()))
+    assert_agree(outcome(block, *inputs(2)), outcome(original, *inputs(2)))
+    if name != "a-child's":
+        assert next(site.detail for site in report.skipped if site.name == "").endswith("is its own"), report

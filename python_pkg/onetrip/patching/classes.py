@@ -26,7 +26,7 @@ from .. import ops
 from ..ops.row_norm import norm_of_sum
 from . import calls
 from .report import Unsuitable
-from .source import bare, define, definition, parse
+from .source import bare, define, definition, own_names, parse
 
 GLOBAL_NAMES: dict[str, Any] = {
     "Tensor": Tensor,
@@ -56,7 +56,8 @@ class Rewrite:
     """`def forward(self, ...)`, which may call the forward, that in sources or else the original, as `original`; empty
     for none."""
     constants: tuple[tuple[str, Any], ...] = ()
-    """Names in the sources with their (hashable) values: mostly the types that children must have."""
+    """Names in the sources with their (hashable) values: mostly the types that children must have. Variables that the
+    sources add are None here."""
     absorbed: tuple[str, ...] = ()
     """Children whose parameters the sources read instead of calling them."""
     functions: tuple[tuple[Any, str], ...] = ()
@@ -72,6 +73,11 @@ class Rewrite:
         """Name of a method -> source of what replaces it; of a forward, what is around another one only where that is
         the original's."""
         return ({"forward": self.around} if self.around else {}) | dict(self.sources)
+
+    def taken_names(self, original: Any) -> set[str]:
+        """Names of the constants that the class's own methods use for something else."""
+        own = (own_names(method_of(original, name)) for name, _ in self.sources)
+        return set().union(*own) & dict(self.constants).keys()
 
     def methods(self, original: Any, replaced: Mapping[str, Any] | None = None) -> dict[str, Callable[..., Any]]:
         """The methods of the patched class, by name. replaced: other values for constants; verification has some."""

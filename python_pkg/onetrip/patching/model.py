@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 
 from . import activations, dropouts, experts, linear_loss, rotary, watched_logits
 from .attention import cached, eager, heads, one_mask
-from .calls import counter_of
+from .calls import counter_of, original_class
 from .classes import (
     Rewrite,
     forward_diff,
@@ -237,6 +237,8 @@ class _Patcher:
         rewrite = self.classifier.rewrite(module, site)
         if self.excluded & {name, *(f"{name}.{child}".removeprefix(".") for child in rewrite.absorbed)}:
             return _skipped(name, module, Unsuitable("excluded"))
+        if taken := rewrite.taken_names(original_class(type(module))):
+            return _skipped(name, module, Unsuitable("unknown_forward", f"the rewrite's name {min(taken)} is its own"))
         error = self.verdict(module, rewrite, site) if self.verify else None
         if error is not None and isinstance(site, Experts) and site.other is not None:
             self.classifier.left[id(module)] = Unsuitable("verify_failed", error)

@@ -33,13 +33,16 @@ class Rewriting(ast.NodeTransformer):
     def rewrite(self, pattern: str, absorbed: Iterable[str] = ()) -> Rewrite:
         """The rewritten forward as a Rewrite."""
         source = self.source()  # names the constants that it uses
-        constants = tuple(self.constants.items())
+        constants = tuple((dict.fromkeys(self.added_targets.values()) | self.constants).items())
         return Rewrite(pattern, ((self.method, source),), constants=constants, absorbed=tuple(absorbed))
 
     def put_first(self, source: str) -> None:
         """Statements before all others."""
         at = int(ast.get_docstring(self.tree) is not None)
-        self.tree.body[at:at] = ast.parse(source).body
+        added = ast.parse(source)
+        self.tree.body[at:at] = added.body
+        bound = (each.id for each in ast.walk(added) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        self.constants |= dict.fromkeys(bound)
 
     def put_call(self, call: ast.Call, name: str, *more: str) -> None:
         """name(self, function, more, ...) in place of function(...). more: expressions."""

@@ -105,6 +105,12 @@ def code_in(code: CodeType) -> Iterator[CodeType]:
             yield from code_in(constant)
 
 
+def own_names(function: Any) -> set[str]:
+    """All names in a function, of variables, globals and attributes, nested functions' too."""
+    codes = (function.__code__, *code_in(function.__code__))
+    return {name for code in codes for name in (*code.co_names, *code.co_varnames, *code.co_freevars)}
+
+
 # A call of a global's attribute compiles in two ways: where the global is an import of the same file, and elsewhere.
 _CALL_FORMS = frozenset(["PUSH_NULL", "PRECALL", "CACHE", "NOP", "EXTENDED_ARG"])
 

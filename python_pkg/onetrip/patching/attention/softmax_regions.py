@@ -426,4 +426,5 @@ NAMES: dict[str, Any] = {
     "count_fallback_": calls.count_fallback,
     "is_plain_": calls.is_plain,
     "Dropout_": nn.Dropout,
+    **dict.fromkeys(("scores_", "masks_", "scale_", "like_", "added_")),
 }

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from .choose import Choice
 
 
+IN_BRANCHES = {"dropped_": dropped, "linear_parts_": linear_parts, "undropped_": undropped, "Branch_": Branch}
+"""What is called for a Branch, by its name in a rewritten forward."""
+
+
 class SumRewriting(Rewriting):
     """A copy of a forward with sums and their branches in place of additions."""
 
@@ -51,10 +55,9 @@ class SumRewriting(Rewriting):
     def branch(self, operand: Operand) -> Callable[[], ast.expr]:
         """Makes a Branch of the operand, once it is wanted."""
         self.remove(*operand.statements)
-        names = {"dropped_": dropped, "linear_parts_": linear_parts, "undropped_": undropped, "Branch_": Branch}
 
         def called(name: str, *arguments: ast.expr) -> ast.Call:
-            self.constants[name] = names[name]
+            self.constants[name] = IN_BRANCHES[name]
             return ast.Call(ast.Name(name), list(arguments), [])
 
         def made() -> ast.expr:

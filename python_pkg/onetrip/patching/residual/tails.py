@@ -25,9 +25,9 @@ from ..calls import is_plain, original_class
 from ..classes import Rewrite, method_of, plain_forward, returns_as_is, rewrapped
 from ..forward import Forward, Place, read_forward
 from ..report import Unsuitable
-from ..source import define
+from ..source import define, own_names
 from .read import Operand, SumReader
-from .rewrite import SumRewriting
+from .rewrite import IN_BRANCHES, SumRewriting
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def read_returns(cls: Any, name: str) -> Returns | None:
         return None
     source = "" if rewrite is None else dict(rewrite.sources).get(name, "")
     forward = read_forward(method_of(original, name), source, name)
-    if isinstance(forward, Unsuitable):
+    if isinstance(forward, Unsuitable) or own_names(forward.function) & IN_BRANCHES.keys():
         return None
     reader = SumReader(forward)
     found, kinds = [], set()
