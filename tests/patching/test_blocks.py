@@ -8,9 +8,10 @@ import linecache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from onetrip.patching import patch_model
+from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.report import Unsuitable
 from onetrip.patching.source import parse
 from onetrip.reference.philox import dropout_scale
@@ -240,3 +241,27 @@ def test_a_forward_keeps_names_of_its_own_that_a_rewrite_adds(name: str) -> None
     assert_agree(outcome(block, *inputs(2)), outcome(original, *inputs(2)))
     if name != "a-child's":
         assert next(site.detail for site in report.skipped if site.name == "").endswith("is its own"), report
+
+
+NUMBERS: dict[str, Any] = {"tensor": torch.linspace(0.4, 1.0, 3)[0], "numpy": np.float32(0.4)}
+PROBABILITIES: dict[str, str] = {
+    "sum": "return b + self.drop(self.proj(a))",
+    "function": f"h = self.proj(a); {DROPPED}; return b + h",
+    "activation": "h = torch.nn.functional.gelu(self.proj(a)); return self.second(self.drop(h))",
+    "function-of-activation": f"h = torch.nn.functional.gelu(self.proj(a)); {DROPPED}; return self.second(h)",
+    "softmax": f"{SOFTMAX}; return h @ b",
+}
+
+
+@pytest.mark.parametrize("name", PROBABILITIES)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_probability_may_be_any_number_that_torch_takes(name: str, number: str) -> None:
+    """As in `nn.Dropout(torch.linspace(0, 0.1, depth)[i])`."""
+    block = randomised(block_of(PROBABILITIES[name])()).train()
+    block.drop, block.rate = nn.Dropout(NUMBERS[number]), NUMBERS[number]
+    report = patch_model(block)
+    assert "" in {site.name for site in report.patched}, report
+    dropped = block(*inputs(2))
+    assert report.calls()[""] == (1, 0)
+    unpatch_model(block)
+    assert not torch.equal(dropped, block.eval()(*inputs(2)))

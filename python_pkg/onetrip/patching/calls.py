@@ -227,7 +227,7 @@ class Branch(NamedTuple):
 def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
     """x + bias with the module's dropout still to be done; done already where it is not a plain nn.Dropout."""
     if is_plain_dropout(dropout):
-        return Branch(x, bias, dropout.p if dropout.training else 0.0)
+        return Branch(x, bias, float(dropout.p) if dropout.training else 0.0)
     return Branch(dropout(x if bias is None else x + bias), None, 0.0)
 
 

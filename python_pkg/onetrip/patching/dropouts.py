@@ -52,7 +52,7 @@ class Dropout:
 
     def verify(self, module: Any) -> None:
         """Raise VerificationError unless the operator computes what the module does with the same mask."""
-        _verify(module.p, self.device)
+        _verify(float(module.p), self.device)
 
 
 class _Found(NamedTuple):

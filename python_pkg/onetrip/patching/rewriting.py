@@ -104,10 +104,12 @@ class Rewriting(ast.NodeTransformer):
         return ast.parse(f"{self.own}.{path}", mode="eval").body
 
     def probability(self, p: ast.expr | None, training: ast.expr | None) -> ast.expr:
-        """Probability of a functional dropout: p in training, else 0; 0 where there is none."""
+        """Probability of a functional dropout: p in training, else 0; 0 where there is none. A number: torch also takes
+        a tensor or a NumPy number, as torch.linspace(0, 0.1, n_layers)[i] is."""
         if p is None or training is None:
             return ast.Constant(0.0)
-        return ast.IfExp(self.copy_of(training), self.copy_of(p), ast.Constant(0.0))
+        number = ast.Call(ast.Name("float"), [self.copy_of(p)], [])
+        return ast.IfExp(self.copy_of(training), number, ast.Constant(0.0))
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def _probability(dropout: Any) -> tuple[float, Callable[[Tensor], Tensor]]:
     if isinstance(dropout, (int, float)):
         return dropout, _as_it_is
     if calls.is_plain_dropout(dropout):
-        return dropout.p if dropout.training else 0.0, _as_it_is
+        return float(dropout.p) if dropout.training else 0.0, _as_it_is
     return 0.0, dropout
 
 

@@ -222,7 +222,7 @@ def _redrawing(dropout: Any, x: Any) -> Dropout | None:
     rng = (0, 0) if isinstance(x, FakeTensor) else draw_rng(x.device)  # a fake tensor has no values
     if isinstance(rng, Tensor) or not 0.0 < dropout.p < 1.0:
         return None
-    return partial(bias_dropout_residual, dropout_p=dropout.p, rng=rng)
+    return partial(bias_dropout_residual, dropout_p=float(dropout.p), rng=rng)
 
 
 def linear_parts(module: nn.Module, dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
