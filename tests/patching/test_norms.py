@@ -253,6 +253,13 @@ NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "clamped-not-added-eps": (
         lambda: leaf(f"{SCALED}(h.pow(2).mean(-1, keepdim=True).clamp(min=self.epsilon))"), "unknown_forward"
     ),
+    "eps-of-normalize": (
+        lambda: leaf("return functional.normalize(h, dim=-1) * WIDTH**0.5 * self.gain"), "unknown_forward"
+    ),
+    "clamped-root": (
+        lambda: leaf("return self.gain * h / h.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-6)"), "unknown_forward"
+    ),
+    "bounded-input": (lambda: leaf(f"z = h.clamp(-50, 50); return self.gain * z * {ROOT}"), "unknown_forward"),
     "over-another-dimension": (
         lambda: leaf(f"{SCALED}(h.pow(2).mean(0, keepdim=True) + self.epsilon)"), "unknown_forward"
     ),

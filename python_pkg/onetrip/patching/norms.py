@@ -45,6 +45,9 @@ _HALF_PROBES = (
 
 _COMMON_EPS = (1e-5, 1e-6, 1e-12)
 _LARGEST_EPS = 1e-2
+_ROWS = ((1.0, 0.0), (1.0, 3.0), (1e-3, 0.0), (1e2, 0.0), (1e4, 0.0), (1e-6, 0.0), (1e-8, 0.0))
+"""(scale, shift) of rows of a probe: small ones, where another smallest divisor than sqrt(variance + eps) shows, and
+large ones, where bounds of the input do. Two with variances near eps are added, where only the right eps fits."""
 
 CastOrder = bool | Literal["weight"]
 
@@ -238,16 +241,17 @@ class _Prober:
         if "eps" in vars(module) and module.eps is None:
             self.eps = dict.fromkeys(("finfo(float32).eps", "finfo(x.dtype).eps"), 0.0)  # by torch version
         smallest = min([value for value in self.eps.values() if value > 0.0], default=1e-6)
+        near_eps = ((smallest**0.5, 0.0), ((10 * smallest) ** 0.5, 0.0))
+        scales, shifts = torch.tensor([*_ROWS[:3], *near_eps, *_ROWS[3:]], device="cpu").T[..., None]
+
+        def probe(*sizes: int) -> Tensor:
+            return self._normal(generator, *sizes, self.n_cols) * scales[: sizes[-1]] + shifts[: sizes[-1]]
+
         # All sizes differ, so that any permutation changes the result.
-        shape = [size for size in (2, 3, 4, 5, 6) if size != self.n_cols][:4]
-        # Rows with variance 1, with a large mean, and with variances near eps, where only the right eps fits.
-        scales = torch.tensor([1.0, 1.0, 1e-3, smallest**0.5, (10 * smallest) ** 0.5, 1.0], device="cpu")
-        shifts = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0, 0.0], device="cpu")
-        rows = self._normal(generator, *shape, self.n_cols)
-        x = rows * scales[: shape[-1], None] + shifts[: shape[-1], None]
-        self.x = x[0, 0, 0]
+        self.x = probe(len(_ROWS) + 1 + (self.n_cols != len(_ROWS) + 2))
+        x = probe(*[size for size in (2, 3, 4, 5, 6) if size != self.n_cols][:4])
         self.higher = (x[0, 0], x[0], x)
-        """The probe with 3, 4 and 5 dimensions."""
+        """Probes with 3, 4 and 5 dimensions."""
         self.stateless = True
 
     @staticmethod

@@ -19,6 +19,11 @@ class Leaky(nn.Module):
         return torch.where(x > 11.0, 11.0, functional.silu(x))
 
 
+class Bounded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.silu(x.clamp(-100.0, 100.0))
+
+
 class Positional(nn.Module):
     """SiLU, with another value in the last place."""
 
@@ -39,7 +44,7 @@ class Dropped(nn.Dropout):
         super().__init__(1.0, inplace=True)
 
 
-@pytest.mark.parametrize("make", [Leaky, Positional, OnlyInTraining, lambda: nn.ReLU(inplace=True), Dropped])
+@pytest.mark.parametrize("make", [Leaky, Bounded, Positional, OnlyInTraining, lambda: nn.ReLU(inplace=True), Dropped])
 def test_what_resembles_an_activation_is_none(make: Callable[[], nn.Module]) -> None:
     assert recognise_activation(make()) is None
 

@@ -79,7 +79,9 @@ def recognise_activation(act: Any) -> Activation | None:
             return None
     elif act._modules or act._parameters or act._buffers or "forward" in vars(act):
         return None
-    values = torch.tensor([*(k / 16 for k in range(-192, 193)), 1e-4, -1e-4, 60.0, -60.0, 0.5], device="cpu").double()
+    large = (1e-4, 60.0, 200.0, 1e4)  # the last two where bounds of the input show
+    numbers = [*(k / 16 for k in range(-190, 191)), *large, *(-x for x in large), 0.5]
+    values = torch.tensor(numbers, device="cpu").double()
     order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
     try:
         with undisturbed(torch.device("cpu")):
