@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.patching import patch_model
+from onetrip.patching import patch_model, unpatch_model
 from patching_cases import WIDTH, LlamaLike, Norm, inputs, randomised, written
 from row_norm_cases import torch_has_eps_in_float32
 from torch import Tensor, nn
@@ -351,3 +351,49 @@ def test_instances_that_differ_in_an_attribute_differ() -> None:
     patch_model(model)
     for norm, y in zip(model, expected, strict=True):
         torch.testing.assert_close(norm(x), y)
+
+
+class Configured(Norm):
+    """Attributes besides eps, which its class has."""
+
+    eps = 1e-3
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.epsilon
+        self.is_on, self.offset, self.table = True, 0.0, {}
+
+    def forward(self, h: Tensor) -> Tensor:
+        if not self.is_on:
+            return h
+        return (self.gain + self.offset) * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Configured()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class AfterASum(Alone):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + x.flip(0))
+
+
+@pytest.mark.parametrize("name, value, n_fused", [("is_on", False, 0), ("offset", 1.0, 0), ("eps", 10.0, 1)])
+@pytest.mark.parametrize("make", [Alone, AfterASum])
+def test_an_attribute_of_a_norm_that_changes_later_counts(
+    make: type[nn.Module], name: str, value: Any, n_fused: int
+) -> None:
+    model, (x,) = randomised(make()), inputs()
+    report = patch_model(model)
+    (site,) = report.patched
+    assert site.pattern == ("rms_norm" if make is Alone else "add_norm")
+    setattr(model.norm, name, value)
+    actual = model(x)
+    assert report.calls()[site.name] == (n_fused, 1 - n_fused)
+    unpatch_model(model)
+    torch.testing.assert_close(actual, model(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import weakref
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ..ops.common.tracing import autocast_dtype as autocast_dtype
 from ..ops.common.tracing import have_storage, is_jit_tracing, is_transformed
 from ..ops.common.tracing import is_autocasting as is_autocasting
 from .report import Unsuitable
-from .source import Inliner, Unreadable, first_match, parse
+from .source import Inliner, Unreadable, first_match, own_names, parse
 
 SMALLEST = 1 << 18
 """Elements of a tensor from which on a pass over it costs more than the 10 to 25 us of Python of a link (links) or of a
@@ -174,6 +174,22 @@ def configuration(module: nn.Module) -> Configuration | None:
     attributes = ((name, value) for name, value in vars(module).items() if name not in _OWN)
     found = tuple((name, _comparable(module, value)) for name, value in attributes)
     return found if all(map(_is_comparable, found)) else None
+
+
+@cache
+def names_read(cls: Any) -> frozenset[str]:
+    """All names in the class's methods but for torch's own, its constructor and what is printed."""
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    methods = (each for base in bases if base.__module__.partition(".")[0] != "torch" for each in vars(base).items())
+    functions = (each for name, each in methods if name not in ("__init__", "extra_repr"))
+    return frozenset().union(*(own_names(each) for each in functions if isinstance(each, FunctionType)))
+
+
+def attributes_read(module: nn.Module) -> Configuration:
+    """(name, value) of those attributes that the class's methods read and that say something by themselves."""
+    names = names_read(original_class(type(module)))
+    found = ((name, _comparable(module, value)) for name, value in vars(module).items() if name in names - _OWN)
+    return tuple(filter(_is_comparable, found))
 
 
 def has_configuration(module: nn.Module, expected: Configuration) -> bool:

@@ -195,6 +195,8 @@ def _viewed(x: Tensor) -> Tensor:
 
 def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tensor) -> dict[str, Any] | None:
     """Arguments of bias_dropout_residual_norm that make it this norm; None where the norm must be called."""
+    if spec.configuration and not calls.has_configuration(norm, spec.configuration):
+        return None
     weight, norm_bias = _parameters(norm, spec)
     if spec.unsupported and (z_dtype, None if weight is None else weight.dtype) in spec.unsupported:
         return None

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from inspect import getattr_static
 from itertools import permutations, product
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import ops
 from ..ops.common.backends import use_backend
-from .calls import is_like, original_class
+from .calls import Configuration, attributes_read, has_configuration, is_like, names_read, original_class
 from .classes import Rewrite
 from .clones import clone, is_same, own_copy, own_state
 from .half_results import half_result
@@ -68,6 +69,8 @@ class NormSpec:
     """Dtypes of (x, weight) for which the original's result differs."""
     autocast: bool = True
     """Whether outputs also have the original's dtype under autocast."""
+    configuration: Configuration = ()
+    """Its other attributes that its methods read."""
     gate: str = ""
     """The second parameter of a forward that computes norm(x) * silu(gate), with its default; empty for a norm of x."""
     detail = ""
@@ -112,6 +115,9 @@ class NormSpec:
         if not self.autocast:
             guards.append(f"is_autocasting({x})")
         constants: dict[str, Any] = {"unsupported": self.unsupported}
+        if self.configuration:
+            guards.append("not has_configuration(self, configuration)")
+            constants |= {"has_configuration": has_configuration, "configuration": self.configuration}
         given, linked = x, ""
         if self.gate:
             gate = self.gate.partition("=")[0]
@@ -205,6 +211,9 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
         return NormSpec("layer", "weight", "bias", "module.eps")
     with use_backend("reference"), undisturbed(device), torch.no_grad():
         found = _Prober(module, cls, device, gate is not None).recognise()
+    if isinstance(found, NormSpec):
+        known = tuple(each for each in attributes_read(module) if each[0] != found.eps_attribute)
+        found = replace(found, configuration=known)
     if gate is not None:
         if not isinstance(found, NormSpec):
             return extra
@@ -219,10 +228,12 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
 
 def _eps_values(module: nn.Module) -> Iterator[tuple[str, float]]:
     """(expression, value) of each attribute of the module and constant of its forward that may be the epsilon."""
-    for name, value in vars(module).items():
+    cls = original_class(type(module))
+    of_class = {name: getattr_static(cls, name, None) for name in names_read(cls)}
+    for name, value in (of_class | vars(module)).items():
         if isinstance(value, float) and 0.0 < value <= _LARGEST_EPS:
             yield f"module.{name}", value
-    code = getattr(getattr(original_class(type(module)), "forward", None), "__code__", None)
+    code = getattr(getattr(cls, "forward", None), "__code__", None)
     for constant in code.co_consts if code is not None else ():
         if isinstance(constant, float) and 0.0 < constant <= _LARGEST_EPS:
             yield repr(constant), constant
