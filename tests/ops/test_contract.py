@@ -302,8 +302,10 @@ def test_vmap(operator):
 @pytest.mark.promise("I6")
 @pytest.mark.promise("softmax I6")
 @each_operator()
-def test_gradients_of_torch_func(operator):
-    """grad is autograd's, and jvp is its transpose: a kernel under jvp gave a tangent of zero without a word."""
+@pytest.mark.parametrize("watched", [False, True], ids=["", "traced"])
+def test_gradients_of_torch_func(operator, watched):
+    """grad is autograd's, and jvp is its transpose: a kernel under jvp gave a tangent of zero without an error, and so
+    did the operator of torch.library under a dispatch mode, which raised under grad."""
     leaves = operator.leaves(dtype=F64)
     tangents = [torch.randn_like(leaf) for leaf in leaves]
     outputs = outputs_of(operator.call(*leaves))
@@ -314,12 +316,29 @@ def test_gradients_of_torch_func(operator):
     def scalar(*leaves: Tensor) -> Tensor:
         return sum((y * c).sum() for y, c in zip(outputs_of(operator.call(*leaves)), cotangents, strict=True))
 
-    found = torch.func.grad(scalar, tuple(range(len(values))))(*values)
+    with Watching() if watched else nullcontext():
+        found = torch.func.grad(scalar, tuple(range(len(values))))(*values)
+        with forward_ad.dual_level():
+            slope = forward_ad.unpack_dual(scalar(*map(forward_ad.make_dual, values, tangents))).tangent
+        pushed = torch.func.jvp(scalar, values, tuple(tangents))[1]
     torch.testing.assert_close(found, expected)
-    with forward_ad.dual_level():
-        slope = forward_ad.unpack_dual(scalar(*map(forward_ad.make_dual, values, tangents))).tangent
-    for tangent in (slope, torch.func.jvp(scalar, values, tuple(tangents))[1]):
+    for tangent in (slope, pushed):
         torch.testing.assert_close(tangent, sum((t * g).sum() for t, g in zip(tangents, expected, strict=True)))
+
+
+@pytest.mark.promise("I6")
+@pytest.mark.promise("softmax I6")
+@each_operator(trait="drops")
+def test_each_sample_under_torch_func_has_its_own_mask(operator):
+    """A call drew its seed into a tensor that it kept, which torch.func forbids."""
+    leaves = [leaf.detach() for leaf in operator.leaves(rows=32, cols=34)]
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return sum(y.square().sum() for y in outputs_of(operator.call(*leaves, dropout_p=0.5, rng=None)))
+
+    for transform in (torch.func.grad(loss), lambda *leaves: torch.func.jvp(loss, leaves, leaves)[1]):
+        batched = torch.vmap(transform, randomness="different")(*(torch.stack([leaf, leaf]) for leaf in leaves))
+        assert not torch.equal(batched[0], batched[1])
 
 
 def generator_state(device: str) -> Tensor:

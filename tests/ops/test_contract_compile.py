@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from onetrip import ops
 from operator_cases import (
     CPU,
     LAYOUTS,
@@ -24,6 +25,7 @@ from targets import TARGETS, Target, target_fixture
 from tolerances import assert_compiles_once, assert_compiles_to_the_same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 pytestmark = [
@@ -64,6 +66,38 @@ def test_opcheck_of_each_torch_library_operator(operator, dtype, rows, layout, w
 @each_operator()
 def test_compiled_equals_eager_without_a_graph_break(target, operator):
     assert_compiles_to_the_same(operator.call, operator.leaves(target), compare=operator.compare)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 breaks its graph at NamedTuple._replace"
+)
+@each_operator()
+def test_transforms_of_torch_func_in_a_compiled_function(operator):
+    """The operator in the graph gave jvp a tangent of zero without an error, and raised under grad."""
+    values = tuple(leaf.detach() for leaf in operator.leaves(dtype=F64))
+
+    def loss(*values: Tensor) -> Tensor:
+        return sum(y.square().sum() for y in outputs_of(operator.call(*values)))
+
+    def transformed(*values: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.func.grad(loss)(*values), torch.func.jvp(loss, values, values)[1]
+
+    compiled = torch.compile(transformed, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*values), transformed(*values))
+
+
+def test_forward_mode_differentiation_of_a_compiled_function():
+    """Other graphs are compiled for dual tensors, and for calls without them again."""
+    compiled = torch.compile(ops.layer_norm, backend="aot_eager")
+    x, tangent = torch.randn(2, 3, 8)
+    for _ in range(2):
+        assert_same([compiled(x)], [ops.layer_norm(x)])
+        with forward_ad.dual_level():
+            found, expected = (
+                forward_ad.unpack_dual(call(forward_ad.make_dual(x, tangent))).tangent
+                for call in (compiled, ops.layer_norm)
+            )
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

@@ -16,16 +16,15 @@ from torch.nn.functional import linear
 
 from ..reference import cross_entropy as reference
 from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan
-from .common.backends import KERNEL_DTYPES, choose
+from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import check_device, check_finite, check_int64, check_probability, check_rows, raise_unknown
 from .common.native import in_memory, read
 from .common.tracing import (
-    are_plain_tensors_traced,
     autocast_dtype,
     is_autocasting,
     is_recorded,
-    is_traced,
-    is_transformed,
+    path_of,
+    path_of_plain_tensors,
     reject_onnx_export,
 )
 from .cross_entropy_autograd import apply, apply_by_row, apply_reduced, count_labels, forward, forward_reduced
@@ -80,14 +79,15 @@ def cross_entropy(
     shape = labels.shape
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     row_labels = labels if labels.dim() == 1 else labels.reshape(-1)
-    if is_traced(logits, labels) if found < 0 else are_plain_tensors_traced():
+    path = path_of(logits, labels) if found < 0 else path_of_plain_tensors()
+    if path == "composed":
+        check_composed(function, logits.device, "cross_entropy")
+        return _reduced(reference.forward(rows, row_labels, plan).loss, row_labels, plan, reduction, shape)
+    if path == "traced":
         reject_onnx_export()
         loss, _ = torch.ops.onetrip.cross_entropy(rows, row_labels, *plan)
         return _reduced(loss, row_labels, plan, reduction, shape)
-    transformed = is_transformed()
-    backend = choose(function, logits.device, logits.dtype in KERNEL_DTYPES and not transformed, "cross_entropy")
-    if transformed:
-        return _reduced(reference.forward(rows, row_labels, plan).loss, row_labels, plan, reduction, shape)
+    backend = choose(function, logits.device, logits.dtype in KERNEL_DTYPES, "cross_entropy")
     row_labels, n_kept = _counted(function, "labels", row_labels, rows.shape[1], ignore_index, found)
     if torch.is_grad_enabled() and logits.requires_grad:
         loss = apply(rows, (row_labels, n_kept, plan, backend, reduction))
@@ -158,17 +158,18 @@ def linear_cross_entropy(
         return loss
     rows, row_labels = _rows_of(_autocast(hidden), labels)
     operands = (rows, weight, bias)
-    if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
+    path = path_of(*operands, labels) if found < 0 else path_of_plain_tensors()
+    if path == "composed":
+        _reject_traced(function, part)
+        loss = reference.forward(_logits(*operands), row_labels, plan).loss
+        return _reduced(loss, row_labels, plan, reduction, labels.shape)
+    if path == "traced":
         _reject_traced(function, part)
         if is_recorded():  # which gradients will be wanted is not known, and torch.jit.trace knows no list of bools
             loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows)
             return _reduced(loss, labels, plan, reduction, labels.shape)
         settings = (reduction == "mean", chunk_rows or 0, _wants(*operands))
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
-    if is_transformed():
-        _reject_traced(function, part)
-        loss = reference.forward(_logits(*operands), row_labels, plan).loss
-        return _reduced(loss, row_labels, plan, reduction, labels.shape)
     row_labels, n_kept = _counted(function, "labels", row_labels, n_classes or weight.shape[0], ignore_index, found)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
     others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows or 0, n_kept, part)
@@ -230,14 +231,15 @@ def _by_row(
     rows, labels = _rows_of(_autocast(hidden), labels)
     operands = (rows, weight, bias)
     entropy: Tensor | None
-    if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
+    path = path_of(*operands, labels) if found < 0 else path_of_plain_tensors()
+    if path == "composed":
+        _reject_traced(function, part)
+        loss, _, entropy = reference.forward(_logits(*operands), labels, plan, wants_entropy)
+        loss = loss * sign
+    elif path == "traced":
         _reject_traced(function, part)
         settings = (wants_entropy, chunk_rows or 0, *plan)
         loss, entropy = torch.ops.onetrip.linear_cross_entropy_rows(*operands, labels, *settings)
-        loss = loss * sign
-    elif is_transformed():
-        _reject_traced(function, part)
-        loss, _, entropy = reference.forward(_logits(*operands), labels, plan, wants_entropy)
         loss = loss * sign
     else:
         argument = "tokens" if plan.ignore_index == NO_INDEX else "labels"

@@ -14,16 +14,15 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import glu as reference
 from ..reference.glu import ACTIVATIONS, GluPlan, Operands
 from ..reference.philox import Rng
-from .common.backends import KERNEL_DTYPES, choose
+from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import check_finite, check_like, check_number, check_parameter, check_probability, check_rows
 from .common.native import read
 from .common.rng import check_rng, eager_rng, traced_rng
-from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
+from .common.tracing import path_of, path_of_plain_tensors, reject_onnx_export
 from .glu_autograd import apply, forward, result_dtype
 from .glu_native import eager_call
 
@@ -177,16 +176,16 @@ def _call(
 ) -> Tensor:
     """code: read.operands; -1 where the operands were checked one by one."""
     checked = code >= 0
-    traced = is_in_torch_dispatch_mode() or is_jit_tracing() if checked else is_traced(gate, up, bias)
-    if traced:
+    path = path_of_plain_tensors() if checked else path_of(gate, up, bias)
+    if path == "composed":
+        check_composed(function, gate.device, "glu")
+        return _composed(Operands(gate, up, bias), plan, traced_rng(rng, plan.dropout_p, gate.device))
+    if path == "traced":
         reject_onnx_export()
         return cast(Tensor, torch.ops.onetrip.glu(gate, up, bias, traced_rng(rng, plan.dropout_p, gate.device), *plan))
-    transformed = is_transformed()
     in_kernel_dtypes = checked or result_dtype(gate, up, bias) in KERNEL_DTYPES
-    backend = choose(function, gate.device, in_kernel_dtypes and not transformed, "glu")
+    backend = choose(function, gate.device, in_kernel_dtypes, "glu")
     used_rng = None if plan.dropout_p == 0.0 else eager_rng(rng, plan.dropout_p, gate.device)
-    if transformed:
-        return _composed(Operands(gate, up, bias), plan, used_rng)
     call = eager_call(plan, code, backend) if checked else None
     if torch.is_grad_enabled() and (
         gate.requires_grad or (up is not None and up.requires_grad) or (bias is not None and bias.requires_grad)

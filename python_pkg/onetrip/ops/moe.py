@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..reference import moe as reference
-from .common.backends import KERNEL_DTYPES, choose
+from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import check_device, check_int64, check_rows
-from .common.tracing import is_traced, is_transformed, reject_onnx_export
+from .common.tracing import path_of, reject_onnx_export
 from .moe_autograd import apply_combine, apply_dispatch, combine, dispatch
 
 
@@ -50,14 +50,15 @@ def moe_combine(
         dtype = y.dtype if weights is None else torch.promote_types(y.dtype, weights.dtype)
     elif not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"{function}: dtype must be a floating-point dtype, got {dtype!r}")
-    if is_traced(y, places, weights):
+    path = path_of(y, places, weights)
+    if path == "composed":
+        check_composed(function, y.device, "moe")
+        return reference.combine(y, places, weights, dtype)
+    if path == "traced":
         reject_onnx_export()
         return cast(Tensor, torch.ops.onetrip.moe_combine(y, places, weights, dtype))
-    transformed = is_transformed()
     dtypes = {y.dtype, dtype} if weights is None else {y.dtype, weights.dtype, dtype}
-    backend = choose(function, y.device, dtypes <= KERNEL_DTYPES and not transformed, "moe")
-    if transformed:
-        return reference.combine(y, places, weights, dtype)
+    backend = choose(function, y.device, dtypes <= KERNEL_DTYPES, "moe")
     if torch.is_grad_enabled() and (y.requires_grad or (weights is not None and weights.requires_grad)):
         return cast(Tensor, apply_combine(y, places, weights, dtype, backend))
     return combine(backend, y, places, weights, dtype)
@@ -76,13 +77,14 @@ def moe_dispatch(x: Tensor, places: Tensor) -> Tensor:
     _check_places(function, places, x, "x")
     if x.shape[0] != places.shape[0]:
         raise ValueError(f"{function}: x must have {places.shape[0]} rows, as places has, got {x.shape[0]}")
-    if is_traced(x, places):
+    path = path_of(x, places)
+    if path == "composed":
+        check_composed(function, x.device, "moe")
+        return reference.dispatch(x, places)
+    if path == "traced":
         reject_onnx_export()
         return cast(Tensor, torch.ops.onetrip.moe_dispatch(x, places))
-    transformed = is_transformed()
-    backend = choose(function, x.device, x.dtype in KERNEL_DTYPES and not transformed, "moe")
-    if transformed:
-        return reference.dispatch(x, places)
+    backend = choose(function, x.device, x.dtype in KERNEL_DTYPES, "moe")
     if torch.is_grad_enabled() and x.requires_grad:
         return cast(Tensor, apply_dispatch(x, places, backend))
     return dispatch(backend, x, places)

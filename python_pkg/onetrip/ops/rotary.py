@@ -12,14 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import rotary as reference
 from ..reference.rotary import Operands, RotaryPlan
-from .common.backends import KERNEL_DTYPES, choose
+from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import check_device, check_out_dtype, check_rows
 from .common.native import read
-from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
+from .common.tracing import path_of, path_of_plain_tensors, reject_onnx_export
 from .rotary_autograd import apply, rotate
 from .rotary_native import eager_call
 
@@ -70,14 +69,15 @@ def rotary_embedding(
     needs_grad = torch.is_grad_enabled()
     if needs_grad and (cos.requires_grad or sin.requires_grad):
         return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
-    if is_traced(q, k, cos, sin) if code < 0 else is_in_torch_dispatch_mode() or is_jit_tracing():
+    path = path_of(q, k, cos, sin) if code < 0 else path_of_plain_tensors()
+    if path == "composed":
+        check_composed("rotary_embedding", q.device, "rotary")
+        return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
+    if path == "traced":
         reject_onnx_export()
         return cast("tuple[Tensor, Tensor]", torch.ops.onetrip.rotary(q, k, cos, sin, *plan))
-    transformed = is_transformed()
     in_kernel_dtypes = code >= 0 or (q.dtype in KERNEL_DTYPES and cos.dtype in KERNEL_DTYPES)
-    backend = choose("rotary_embedding", q.device, in_kernel_dtypes and not transformed, "rotary")
-    if transformed:
-        return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
+    backend = choose("rotary_embedding", q.device, in_kernel_dtypes, "rotary")
     call = eager_call(plan, code, backend) if code >= 0 else None
     if needs_grad and (q.requires_grad or k.requires_grad):
         if not (q.requires_grad and k.requires_grad):

@@ -15,15 +15,12 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import row_norm as reference
 from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operands, OperandTuple, Outputs, RowNormPlan
-from .common.backends import HALF, KERNEL_DTYPES, choose
+from .common.backends import HALF, KERNEL_DTYPES, check_composed, choose
 from .common.checks import (
     check_eps,
     check_like,
@@ -36,7 +33,7 @@ from .common.checks import (
 )
 from .common.native import EagerCall, read
 from .common.rng import check_rng, eager_rng, traced_rng
-from .common.tracing import is_jit_tracing, is_recorded, is_traced, reject_onnx_export
+from .common.tracing import is_recorded, path_of, path_of_plain_tensors, reject_onnx_export
 from .row_norm_autograd import apply, forward
 from .row_norm_native import cuda_dtypes, decode, dtypes_of, eager_call
 
@@ -345,13 +342,13 @@ def row_norm(
     ):
         code = read.operands(operands)
     if code >= 0:
-        traced = is_in_torch_dispatch_mode() or is_jit_tracing()
+        path = path_of_plain_tensors()
     else:
         _check(function, operands, eps, weight_offset, dropout_p, rng)
-        traced = is_traced(*operands)
+        path = path_of(*operands)
 
     x, residual, bias, weight, norm_bias = operands
-    needs_grad = (traced and is_recorded()) or (
+    needs_grad = (path == "traced" and is_recorded()) or (
         torch.is_grad_enabled()
         and (
             x.requires_grad
@@ -371,21 +368,22 @@ def row_norm(
         out_dtype,
         needs_grad,
         return_residual,
-        dtypes_of(operands) if code < 0 or traced else code,
+        dtypes_of(operands) if code < 0 or path != "eager" else code,
     )
-    if traced:
+    if path == "composed":
+        check_composed(function, x.device)
+        plan = _make_plan(*plan_arguments)  # type: ignore[arg-type]
+        y, z, _, _ = _composed(operands, traced_rng(rng, dropout_p, x.device), plan)
+    elif path == "traced":
         reject_onnx_export()
         plan = _make_plan(*plan_arguments)  # type: ignore[arg-type]
         y, z, _, _ = torch.ops.onetrip.row_norm(*operands, traced_rng(rng, dropout_p, x.device), *plan)
     else:
         plan, dtypes, in_kernel_dtypes, calls = _prepare(defers_norm, *plan_arguments)
-        transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0  # is_transformed, inline
-        backend = choose(function, x.device, in_kernel_dtypes and not transformed)
+        backend = choose(function, x.device, in_kernel_dtypes)
         used_rng = None if dropout_p == 0.0 else eager_rng(rng, dropout_p, x.device)
         call = calls.get(backend)
-        if transformed:
-            y, z, _, _ = _composed(operands, used_rng, plan)
-        elif needs_grad or call is not None:
+        if needs_grad or call is not None:
             return_z = return_residual and plan.store_z
             if needs_grad:
                 with_call = (used_rng, call, plan, backend, dtypes, return_z, defers_norm)

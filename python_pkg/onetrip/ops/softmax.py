@@ -14,17 +14,16 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import softmax as reference
 from ..reference.philox import Rng
 from ..reference.softmax import Operands, SoftmaxPlan
-from .common.backends import KERNEL_DTYPES, choose
+from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import DTYPES, check_dense, check_device, check_finite, check_probability, check_rows, raise_unknown
 from .common.masks import broadcasts, kernel_mask, mask_layout
 from .common.native import EagerCall, read
 from .common.rng import check_rng, eager_rng, traced_rng
-from .common.tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
+from .common.tracing import is_recorded, path_of, path_of_plain_tensors, reject_onnx_export
 from .softmax_autograd import apply, forward
 from .softmax_native import eager_call
 
@@ -74,30 +73,29 @@ def softmax(
     ):
         code = read.scores(scores, mask, causal)
     if code >= 0:
-        traced = is_in_torch_dispatch_mode() or is_jit_tracing()
+        path = path_of_plain_tensors()
     else:
         _check(scores, mask, scale, causal, dropout_p, rng)
-        traced = is_traced(scores, mask)
-    needs_grad = (traced and is_recorded()) or (
+        path = path_of(scores, mask)
+    needs_grad = (path == "traced" and is_recorded()) or (
         torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad))
     )
     call = None
-    if code < 0 or traced:
+    if code < 0 or path != "eager":
         plan = SoftmaxPlan(float(scale), causal, float(dropout_p), needs_grad and dropout_p > 0.0)
     elif mask is None:
         plan, call = _prepare(scale, causal, dropout_p, needs_grad, code)
     else:
         plan, call = _prepare(scale, causal, dropout_p, needs_grad, code, scores.shape, mask.shape, mask.stride())
-    if traced:
+    if path == "composed":
+        check_composed("softmax", scores.device)
+        return _composed(scores, mask, traced_rng(rng, dropout_p, scores.device), plan)
+    if path == "traced":
         reject_onnx_export()
         y, _ = torch.ops.onetrip.softmax(scores, mask, traced_rng(rng, dropout_p, scores.device), *plan)
         return cast(Tensor, y)
-    transformed = is_transformed()
-    in_kernel_dtypes = code >= 0 or scores.dtype in KERNEL_DTYPES
-    backend = choose("softmax", scores.device, in_kernel_dtypes and not transformed)
+    backend = choose("softmax", scores.device, code >= 0 or scores.dtype in KERNEL_DTYPES)
     used_rng = None if dropout_p == 0.0 else eager_rng(rng, dropout_p, scores.device)
-    if transformed:
-        return _composed(scores, mask, used_rng, plan)
     if call is not None and backend not in ("cpu", "cuda"):
         call = None
     if needs_grad:

@@ -351,6 +351,23 @@ def test_under_vmap_it_is_torchs() -> None:
     assert report.calls()["0.drop"] == (0, 0)
 
 
+def test_gradients_of_each_sample_of_a_model_in_training() -> None:
+    """As Opacus and influence functions compute them: the sums and the attention raised."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
+    model = BertModel(BertConfig(num_hidden_layers=1, attn_implementation="eager", **sizes)).train()
+    assert {site.pattern for site in patch_model(model).patched} >= {"attention_softmax", "dropout_add_norm"}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        states = torch.func.functional_call(model, parameters, (ids[None],)).last_hidden_state
+        return states.square()[0, 0, 0]
+
+    same = torch.randint(50, (1, 6)).expand(2, -1)
+    found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="different")(parameters, same)
+    of_dense = found["encoder.layer.0.output.dense.weight"]
+    assert of_dense.isfinite().all() and not torch.equal(of_dense[0], of_dense[1])
+
+
 @pytest.mark.slow
 def test_compiled_it_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FeedForward()

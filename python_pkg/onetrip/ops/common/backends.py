@@ -195,8 +195,8 @@ def _automatic(device: torch.device, family: str | None = None) -> str:
 
 
 def choose(function: str, device: torch.device, in_kernel_dtypes: bool, family: str | None = None) -> str:
-    """The backend for a call on this device. in_kernel_dtypes: all tensors are of KERNEL_DTYPES, and no transform of
-    torch.func is in force. family: one of FAMILIES; None where every backend has it.
+    """The backend for a call on this device. in_kernel_dtypes: all tensors are of KERNEL_DTYPES. family: one of
+    FAMILIES; None where every backend has it.
 
     Raises RuntimeError where a backend was asked for by name and cannot run or lacks the family, TypeError where it
     lacks a dtype.
@@ -218,3 +218,11 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool, family: 
                 "torch.func's transforms"
             )
     return name
+
+
+def check_composed(function: str, device: torch.device, family: str | None = None) -> None:
+    """Raises as choose does where a backend was asked for by name, for a call under a transform of torch.func.
+
+    Compilers do not ask: Dynamo cannot trace choose."""
+    if not torch.compiler.is_compiling():
+        choose(function, device, False, family)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+Path: TypeAlias = Literal["composed", "traced", "eager"]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
 _watched_as: ContextVar[str | None] = ContextVar("onetrip_watched_as", default=None)
@@ -40,12 +42,24 @@ def is_traced(x: Tensor, *others: Tensor | None) -> bool:
     for tensor in others:
         if type(tensor) not in _PLAIN_TYPES:
             return True
-    return are_plain_tensors_traced()
-
-
-def are_plain_tensors_traced() -> bool:
-    """The same of tensors that native.read knows, outside of compilers."""
     return is_jit_tracing() or is_in_torch_dispatch_mode()
+
+
+def path_of(x: Tensor, *others: Tensor | None) -> Path:
+    """How a call with these operands computes.
+
+    "composed": by torch's own operators, under transforms, whether the call is traced or not. The operators of traced
+    calls do not serve transforms: forward-mode differentiation would give a tangent of zero without an error.
+    "traced": by these operators, of torch.library. "eager": by an autograd.Function or a kernel.
+    """
+    return "composed" if is_transformed() else "traced" if is_traced(x, *others) else "eager"
+
+
+def path_of_plain_tensors() -> Path:
+    """The same of tensors that native.read knows, outside of compilers."""
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:  # is_transformed, inline
+        return "composed"
+    return "traced" if is_jit_tracing() or is_in_torch_dispatch_mode() else "eager"
 
 
 @contextmanager
@@ -87,7 +101,16 @@ def reject_onnx_export() -> None:
 
 def is_transformed() -> bool:
     """Whether functorch transforms (torch.func) or forward-mode differentiation are in force: no kernel serves them."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return _is_in_functorch() or forward_ad._current_level >= 0
+
+
+def _is_in_functorch() -> bool:
+    return peek_interpreter_stack() is not None
+
+
+# Dynamo calls it when it traces a call of it: torch 2.6 cannot trace peek_interpreter_stack, and torch 2.13 makes an
+# object of its None. As torch.compiler.assume_constant_result does, which would import Dynamo.
+_is_in_functorch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def have_storage(*tensors: Tensor | None) -> bool:

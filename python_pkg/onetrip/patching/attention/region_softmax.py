@@ -59,8 +59,7 @@ def region_softmax(scores: Tensor, masks: Masks, like: Tensor | None, *, scale: 
     # A single broadcast mask has its gradient from the softmax; that of one of the scores' shape would be float32.
     is_one_broadcast = len(there) == 1 and there[0].shape != scores.shape
     learned = [] if is_one_broadcast else [mask for mask in there if mask.requires_grad]
-    is_reverse = torch.compiler.is_compiling() or not is_transformed()
-    if learned and scale and is_reverse and torch.is_grad_enabled():
+    if learned and scale and not is_transformed() and torch.is_grad_enabled():
         scores, there = _Biased.apply(scores, scale, *learned), [mask.detach() for mask in there]
     saturated: Any = [saturated_mask(mask, scores) for mask in there]
     weights = softmax(scores, reduce(torch.add, saturated) if saturated else None, scale=scale, **options)
