@@ -109,6 +109,24 @@ def test_fully_masked_rows_are_zero(target, kind):
     assert (dx[1, :, 2] == 0.0).all() and dx.isfinite().all() and (dx[0] != 0.0).any()
 
 
+@pytest.mark.promise("softmax N11")
+@pytest.mark.parametrize("kind", ["bool", "-inf"])
+def test_fully_masked_rows_have_no_gradient_under_torch_func(kind):
+    """Where -inf was added it was NaN, from -inf less the largest value."""
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    scores, dy = torch.randn(2, 2, 3, dtype=torch.float64)
+    given_mask = mask if kind == "bool" else torch.where(mask, 0.0, -torch.inf)
+
+    def loss(scores):
+        return (ops.softmax(scores, given_mask) * dy).sum()
+
+    leaf = scores.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert not expected[1].any()
+    torch.testing.assert_close(torch.func.grad(loss)(scores), expected)
+    torch.testing.assert_close(torch.func.jvp(loss, (scores,), (dy,))[1], (expected * dy).sum())
+
+
 @pytest.mark.promise("softmax N8")
 def test_finite_mask_is_an_ordinary_number(target):
     """A row whose every position has finfo.min gives what the plain formula gives, not zeros."""

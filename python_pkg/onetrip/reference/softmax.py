@@ -78,7 +78,7 @@ def hidden_columns(n_rows: int, n_cols: int, n_queries: int, device: torch.devic
 
 
 def forward(operands: Operands, rng: Rng | None, plan: SoftmaxPlan) -> tuple[Tensor, Tensor | None]:
-    """Returns (y, p), both like scores; p is None where the plan does not store it.
+    """Returns (y, p), both like scores; p is None where the plan does not store it. Differentiable.
 
     p: the probabilities before dropout; the sign bit is set where dropout drops.
     """
@@ -97,10 +97,10 @@ def forward(operands: Operands, rng: Rng | None, plan: SoftmaxPlan) -> tuple[Ten
     if plan.causal:
         hidden = hidden_columns(n_rows, n_cols, n_queries, scores.device)
         values = values.masked_fill(hidden, -torch.inf)
-    largest = values.amax(dim=1, keepdim=True)
-    exponentials = torch.exp(values - largest)
-    p = exponentials / exponentials.sum(dim=1, keepdim=True)
-    p = p.masked_fill(largest == -torch.inf, 0.0)
+    largest = values.detach().amax(dim=1, keepdim=True)
+    is_masked = largest == -torch.inf
+    exponentials = torch.exp(values - largest.masked_fill(is_masked, 0.0))
+    p = exponentials / exponentials.sum(dim=1, keepdim=True).masked_fill(is_masked, 1.0)
     if hidden is not None:
         p = p.masked_fill(hidden, 0.0)  # in a row with a NaN too: kernels do not compute what no query sees
     if plan.dropout_p == 0.0:
