@@ -55,12 +55,13 @@ def test_opcheck_of_each_torch_library_operator(operator, dtype, rows, layout, w
     for function, args in watching.calls:
         is_backward = "backward" in function.__name__
 
-        def leaf_of(value: Any, is_backward: bool = is_backward) -> Any:
+        def leaf_of(value: Any, argument: Any, is_backward: bool = is_backward) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return value.detach().clone().requires_grad_(value.is_floating_point() and not is_backward)
+            is_constant = is_backward or argument.name in ("cos", "sin")  # whose gradients raise
+            return value.detach().clone().requires_grad_(value.is_floating_point() and not is_constant)
 
-        torch.library.opcheck(function, tuple(map(leaf_of, args)))
+        torch.library.opcheck(function, tuple(map(leaf_of, args, function._schema.arguments)))
 
 
 @each_operator()

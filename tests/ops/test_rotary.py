@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -150,12 +151,14 @@ def test_backward_can_be_differentiated_again(target, out_dtype):
     assert_bitwise(second, ops.rotary_embedding(v, v, cos, sin, out_dtype=out_dtype)[0])
 
 
-def test_gradients_of_one_of_the_two(target):
+@pytest.mark.parametrize("mode", [nullcontext, Watching], ids=["eager", "traced"])
+def test_gradients_of_one_of_the_two(target, mode):
     """Only q requires grad; only k's result is used; a sum's gradient, which has no memory of its own."""
     q, k = (heads(2, h, 5, 16, F32, target.device, "transposed") for h in (4, 2))
     cos, sin = tables(5, 16, F32, target.device)
     leaf = q.detach().requires_grad_()
-    q_out, k_out = ops.rotary_embedding(leaf, k, cos, sin)
+    with mode():
+        q_out, k_out = ops.rotary_embedding(leaf, k, cos, sin)
     assert q_out.requires_grad and not k_out.requires_grad
     q_out.sum().backward()
     assert_ulps(leaf.grad, torch.autograd.grad(exact(leaf, k, cos, sin)[0].sum(), leaf)[0].double())
@@ -176,6 +179,24 @@ def test_gradients_of_cos_and_sin(target):
     )
     for our, true in zip(ours, truth, strict=True):
         assert_ulps(our, true.double())
+
+
+def test_a_graph_recorded_without_gradients_of_cos_and_sin_raises():
+    """They were None, without an error."""
+
+    class Rotary(torch.nn.Module):
+        def forward(self, *operands):
+            return ops.rotary_embedding(*operands)
+
+    operands = (*(heads(2, 2, 5, 16, F32) for _ in range(2)), *tables(5, 8, F32))
+    graph = torch.export.export(Rotary(), operands).module()
+    leaves = [each.detach().requires_grad_() for each in operands]
+    y, _ = graph(*leaves)
+    with pytest.raises(RuntimeError, match=r"^rotary_embedding: cos and sin had no gradients when"):
+        y.sum().backward()
+    y, _ = torch.export.export(Rotary(), tuple(leaves)).module()(*leaves)
+    expected = torch.autograd.grad(ops.rotary_embedding(*leaves)[0].sum(), leaves[2:])
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), leaves[2:]), expected)
 
 
 def test_saves_cos_and_sin_only():

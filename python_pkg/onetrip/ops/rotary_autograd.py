@@ -103,9 +103,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
     ctx.of_gradients = RotaryPlan(*plan).of_gradients((k if q is None else q).dtype)
+    needs_q, needs_k, *needs_angles = ctx.needs_input_grad[:4]
+    if not any(needs_angles):
+        ctx.mark_non_differentiable(*output[needs_q : 2 - needs_k])
 
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(ctx.needs_input_grad[2:4]):
+        raise RuntimeError(
+            "rotary_embedding: cos and sin had no gradients when torch.export, torch.jit.trace or make_fx recorded the "
+            "call; record it with cos and sin that require grad"
+        )
     wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
     found = torch.ops.onetrip.rotary(*wanted, *ctx.saved_tensors, *ctx.of_gradients)
     dq, dk = unfilled(found, (grad is not None for grad in wanted))
