@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from onetrip import ops
 from onetrip.measure import saved_bytes
+from operator_cases import Watching
 from pairwise import pairwise
 from row_norm_cases import DTYPES, Inputs, call, gradients, make, short, truth, unfused
 from tolerances import aliases, assert_bitwise, assert_like_torch
@@ -225,6 +228,21 @@ def test_gradients_beyond_float16_are_infinite_where_float64_says_so(target):
     expected = double.grad.half()
     assert expected.isinf().any() and torch.equal(x.grad.isinf(), expected.isinf())
     assert torch.equal(x.grad.sign(), expected.sign())
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Watching], ids=["eager", "traced"])
+def test_z_requires_grad_where_x_residual_or_bias_does(target, mode) -> None:
+    """Of a frozen trunk with trainable norms it did, and all that read it computed gradients for nothing."""
+    i = make((5, 8), torch.float32, ALL, device=target.device)
+    parts = {"x": True, "residual": True, "bias": True, "weight": False, "norm_bias": False}
+    for name, moves_z in parts.items():
+        given = replace(i, **{name: getattr(i, name).requires_grad_()})
+        with mode():
+            y, z = call(given, return_residual=True)
+        assert y.requires_grad and z.requires_grad == moves_z, name
+        (gradient,) = torch.autograd.grad(y.square().sum(), getattr(given, name))
+        assert gradient.any()
+        getattr(i, name).requires_grad_(False)
 
 
 def test_z_may_be_edited_in_place_if_y_is_not_used() -> None:

@@ -353,8 +353,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     operands, rng, plan = _split_forward(inputs)
     y, z, mean, rstd = output
     ctx.set_materialize_grads(False)
-    # Absent outputs (empty tensors) have no gradient, nor has a centred z, which only backward reads.
-    constants = (None if plan.norm else y, z if plan.center_z or not plan.store_z else None, mean, rstd)
+    # Absent outputs (empty tensors) have no gradient, nor has a centred z, which only backward reads, nor a z of
+    # operands without gradients.
+    has_dz = plan.store_z and not plan.center_z and any(ctx.needs_input_grad[:3])
+    constants = (None if plan.norm else y, None if has_dz else z, mean, rstd)
     ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
     ctx.row_norm_plan = plan
     ctx.dtypes = dtypes_of(operands)
