@@ -12,6 +12,7 @@ from cross_entropy_cases import OPTIONS, make_labels, unfused
 from onetrip import nn, ops
 from onetrip.ops import cross_entropy_linear
 from onetrip.reference.cross_entropy import CrossEntropyPlan
+from operator_cases import Watching
 from targets import TARGETS, TARGETS_WITHOUT_CUDA_KERNELS, Target, target_fixture, without_synchronising
 from tolerances import assert_bitwise, assert_like_torch, max_error
 
@@ -378,6 +379,8 @@ def test_wrong_arguments_of_the_others():
     with pytest.raises(ValueError, match=r"^cross_entropy: logits must have at least one class"):
         ops.cross_entropy(H[:, :0], Y)
     with pytest.raises(ValueError, match=r"^linear_logprobs: tokens must be in \[0, 5\), got -100"):
+        ops.linear_logprobs(H, W, Y - 100)
+    with Watching(), pytest.raises(ValueError, match=r"^linear_logprobs: tokens must be in \[0, 5\), got -100"):
         ops.linear_logprobs(H, W, Y - 100)
     with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be > 0"):
         ops.linear_logprobs(H, W, Y, temperature=0.0)

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from ..reference import cross_entropy as reference
-from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan
+from ..reference.cross_entropy import CrossEntropyPlan
 from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import check_device, check_finite, check_int64, check_probability, check_rows, raise_unknown
 from .common.native import in_memory, read
@@ -58,7 +58,8 @@ def cross_entropy(
 
     logits: (*, n_classes), float32, float16, bfloat16 or float64, any strides; the classes are the last dimension.
     labels: (*) int64. Rows with the label ignore_index have loss 0 and gradient 0. Other labels outside [0, n_classes)
-    raise ValueError on a CPU; on a GPU, where looking would wait for it, they make their row's loss and gradient NaN.
+    raise ValueError on a CPU; on a GPU, where looking would wait for it, they make their row's loss and gradient NaN,
+    and under torch.func the loss alone.
     A row's loss is lse - t[label], lse = logsumexp(t), t = softcap * tanh(logits / softcap) where a soft cap is set;
     label_smoothing, in [0, 1], mixes in the mean over all classes as torch does; lse_square_scale * lse^2 is added
     (z-loss). reduction: "mean" over the rows that are not ignored (0 where all are), "sum", or "none": as labels.
@@ -88,7 +89,7 @@ def cross_entropy(
         loss, _ = torch.ops.onetrip.cross_entropy(rows, row_labels, *plan)
         return _reduced(loss, row_labels, plan, reduction, shape)
     backend = choose(function, logits.device, logits.dtype in KERNEL_DTYPES, "cross_entropy")
-    row_labels, n_kept = _counted(function, "labels", row_labels, rows.shape[1], ignore_index, found)
+    row_labels, n_kept = _counted(function, row_labels, rows.shape[1], ignore_index, found)
     if torch.is_grad_enabled() and logits.requires_grad:
         loss = apply(rows, (row_labels, n_kept, plan, backend, reduction))
         return cast(Tensor, loss.view(shape) if reduction == "none" else loss)
@@ -170,7 +171,7 @@ def linear_cross_entropy(
             return _reduced(loss, labels, plan, reduction, labels.shape)
         settings = (reduction == "mean", chunk_rows or 0, _wants(*operands))
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
-    row_labels, n_kept = _counted(function, "labels", row_labels, n_classes or weight.shape[0], ignore_index, found)
+    row_labels, n_kept = _counted(function, row_labels, n_classes or weight.shape[0], ignore_index, found)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
     others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows or 0, n_kept, part)
     if any(_wants(*operands)):
@@ -242,9 +243,8 @@ def _by_row(
         loss, entropy = torch.ops.onetrip.linear_cross_entropy_rows(*operands, labels, *settings)
         loss = loss * sign
     else:
-        argument = "tokens" if plan.ignore_index == NO_INDEX else "labels"
         n_classes = weight.shape[0] if part is None else part.n_classes
-        labels, n_kept = _counted(function, argument, labels, n_classes, plan.ignore_index, found)
+        labels, n_kept = _counted(function, labels, n_classes, plan.ignore_index, found)
         backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
         others: tuple[Any, ...] = (labels, plan, backend, chunk_rows or 0, n_kept, part)
         if any(_wants(*operands)):
@@ -263,14 +263,12 @@ def _rows_of(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
 
 
-def _counted(
-    function: str, argument: str, labels: Tensor, n_classes: int, ignore_index: int, found: int
-) -> tuple[Tensor, int | None]:
+def _counted(function: str, labels: Tensor, n_classes: int, ignore_index: int, found: int) -> tuple[Tensor, int | None]:
     """The labels as kernels read them, and how many are not ignored: found, where that is not negative."""
     if found >= 0:
         return labels, found
     labels = in_memory(labels).contiguous()
-    return labels, count_labels(function, argument, labels, n_classes, ignore_index)
+    return labels, count_labels(function, labels, n_classes, ignore_index)
 
 
 def _wants(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:

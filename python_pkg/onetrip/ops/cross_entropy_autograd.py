@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..reference import accumulator_dtype
-from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
+from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan, RowStatistics
 from . import cross_entropy_linear as linear
 from . import cross_entropy_native
 from .common.backends import KERNEL_DTYPES, choose
@@ -22,7 +22,7 @@ from .common.tracing import have_storage, refuse_double_backward, watched_as
 from .cross_entropy_linear import Linear, Wants
 
 
-def count_labels(function: str, argument: str, labels: Tensor, n_classes: int, ignore_index: int) -> int | None:
+def count_labels(function: str, labels: Tensor, n_classes: int, ignore_index: int) -> int | None:
     """How many labels (contiguous) are not ignored. Raises ValueError where one of them is no class. None on a
     GPU: the host would have to wait for the count."""
     if labels.device.type != "cpu":
@@ -33,7 +33,8 @@ def count_labels(function: str, argument: str, labels: Tensor, n_classes: int, i
     kept = labels[labels != ignore_index]
     wrong = kept[(kept < 0) | (kept >= n_classes)]
     if wrong.numel():
-        or_ignored = f" or ignore_index ({ignore_index})" if argument == "labels" else ""
+        of_tokens = ignore_index == NO_INDEX
+        argument, or_ignored = ("tokens", "") if of_tokens else ("labels", f" or ignore_index ({ignore_index})")
         raise ValueError(f"{function}: {argument} must be in [0, {n_classes}){or_ignored}, got {wrong[0].item()}")
     return kept.numel()
 
@@ -183,7 +184,7 @@ def _backend(operator: str, tensor: Tensor) -> str:
 
 def _forward(logits: Tensor, labels: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
     call, labels = CrossEntropyPlan(*plan), labels.contiguous()
-    count_labels("onetrip::cross_entropy", "labels", labels, logits.shape[1], call.ignore_index)
+    count_labels("onetrip::cross_entropy", labels, logits.shape[1], call.ignore_index)
     found = forward(_backend("cross_entropy", logits), logits, labels, call)
     return found.loss, found.stats
 
@@ -196,7 +197,8 @@ def _backward(logits: Tensor, labels: Tensor, stats: Tensor, dloss: Tensor, *pla
 def _linear(operator: str, tensors: tuple[Any, ...], chunk_rows: int, plan: tuple[Any, ...]) -> Linear:
     hidden, weight, bias, labels = tensors
     call, labels = CrossEntropyPlan(*plan), labels.contiguous()
-    n_kept = count_labels(f"onetrip::{operator}", "labels", labels, weight.shape[0], call.ignore_index)
+    function = "linear_logprobs" if call.ignore_index == NO_INDEX else f"onetrip::{operator}"
+    n_kept = count_labels(function, labels, weight.shape[0], call.ignore_index)
     return Linear.of(hidden, weight, bias, labels, call, _backend(operator, hidden), chunk_rows, n_kept)
 
 
