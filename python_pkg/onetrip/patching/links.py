@@ -242,8 +242,8 @@ class Sum:
     """Pinned by verification."""
 
     def __call__(self, module: nn.Module, left: Any, right: Any, norm: Any = None) -> Any:
-        is_left = self.branch == 0 or (self.branch is None and _is_read(right))
-        branch, residual = (left, right) if is_left else (right, left)
+        branch_is_left = self.branch == 0 or (self.branch is None and _is_read(right))
+        branch, residual = (left, right) if branch_is_left else (right, left)
         x, bias, p = branch if isinstance(branch, Branch) else (branch, None, 0.0)
         is_sum = _is_sum(x, residual)
         if norm is not None:
@@ -251,14 +251,14 @@ class Sum:
             if result is not None:
                 calls.count_fused(module)
                 return result
-            z = self._alone(x, residual, bias, p) if is_sum else _unfused(x, residual, bias, p, is_left)
+            z = self._alone(x, residual, bias, p) if is_sum else _unfused(x, residual, bias, p, branch_is_left)
             y = None if is_sum else self._normed(z, norm)
             is_fused = y is not None and bias is None and not p
             (calls.count_fused if is_fused else calls.count_fallback)(module)
             return self._pair(z, norm(z) if y is None else y)
         if not is_sum:
             calls.count_fallback(module)
-            return _unfused(x, residual, bias, p, is_left)
+            return _unfused(x, residual, bias, p, branch_is_left)
         if (
             not self.may_link
             or torch.compiler.is_dynamo_compiling()

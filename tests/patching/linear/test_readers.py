@@ -17,6 +17,7 @@ from patching_cases import (
     Layer,
     Output,
     OutputWithoutNorm,
+    Projections,
     assert_as_without,
     inputs,
     randomised,
@@ -120,6 +121,59 @@ def test_either_operand_of_a_sum_may_be_the_one_that_layers_read() -> None:
     assert_as_without(model, x)
     before = without_sharing(lambda: n_sums(model, x))
     assert n_sums(model, x) == before - 4
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_gradient_given_by_hand_is_not_written_to(requires_grad: bool) -> None:
+    layer, (x,) = randomised(Layer()).train(), inputs()
+    layer.expanded = OutputWithoutNorm()
+    patch_model(layer)
+    for _ in range(3):
+        y = layer(2.0 * x.clone().requires_grad_())
+        gradient = (3.0 * y.detach()).requires_grad_(requires_grad)
+        expected = gradient.detach().clone()
+        y.backward(gradient)
+        assert torch.equal(gradient, expected)
+
+
+class WithLeaf(Projections):
+    """A sum of a leaf and what linear layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.leaf = nn.LayerNorm(WIDTH), nn.Parameter(torch.randn_like(inputs()[0]))
+
+    def forward(self, h: Tensor) -> Tensor:
+        mixed = super().forward(h)
+        leaf = self.leaf
+        z = self.norm(leaf + h)
+        return z * mixed
+
+
+def test_a_leaf_takes_a_gradient_of_its_own() -> None:
+    """A hook may write to it while the layers are yet to run: an optimizer in backward."""
+    model, (x,) = randomised(WithLeaf()).train(), inputs()
+    expected = step(model, x)["x"]
+    patch_model(model)
+
+    def clear(leaf: Any) -> None:
+        leaf.grad.zero_()
+
+    model.leaf.register_post_accumulate_grad_hook(clear)
+    for _ in range(3):
+        assert_agree([step(model, x)["x"]], [expected])
+
+
+def test_gradients_of_a_batch(model: Any, x: Tensor) -> None:
+    def gradients() -> Tensor:
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        y = model(2.0 * leaf).square().sum((1, 2))
+        return torch.autograd.grad(y, leaf, torch.eye(len(y)), is_grads_batched=True)[0]
+
+    expected = without_sharing(gradients)
+    for _ in range(3):
+        assert_agree([gradients()], [expected])
 
 
 def test_layers_that_run_before_the_sum_in_backward(model: Any, x: Tensor) -> None:

@@ -208,6 +208,22 @@ def test_half_precision(dtype: torch.dtype, autocast: bool, rows: Tensor) -> Non
     assert report.calls() == {"": (2, 0) if dtype == torch.bfloat16 else (0, 2)}
 
 
+def test_under_autocast_the_product_has_the_vector_s_dtype(rows: Tensor) -> None:
+    """A residual in half precision would else stay so."""
+    original, model, _ = pair(Layer, patterns=ONLY)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(rows.bfloat16()).dtype == original(rows.bfloat16()).dtype == torch.float32
+
+
+def test_a_frozen_weight_is_not_multiplied(rows: Tensor) -> None:
+    """Its gradient would be computed for that of the vector."""
+    original, model, report = pair(Layer, patterns=ONLY)
+    for each in (original, model):
+        each.attention.down.requires_grad_(False)
+    assert_agree(outcome(model, rows), outcome(original, rows))
+    assert report.calls() == {"": (1, 1)}
+
+
 def test_compiles_without_a_break(rows: Tensor) -> None:
     original, model, _ = pair(Layer)
     expected = outcome(original, rows)
@@ -223,6 +239,25 @@ class Kept(Layer):
         return z + y
 
 
+class Written(Layer):
+    """The linear layer may not run later: what it reads is written to."""
+
+    def forward(self, h: Tensor) -> Any:
+        x = torch.sin(h)
+        y = self.mlp(x)
+        x.zero_()
+        y = self.scale_1(y)
+        return y + h
+
+
+class Looped(Layer):
+    def forward(self, h: Tensor) -> Any:
+        for _ in range(2):
+            y = self.mlp(h)
+            h = self.scale_1(y)
+        return h
+
+
 class Shifted(Vector):
     def forward(self, h: Tensor) -> Tensor:
         return h * self.vector + 1.0
@@ -231,10 +266,11 @@ class Shifted(Vector):
 def test_other_layers_are_no_sites() -> None:
     layer = Layer()
     layer.scale_1 = layer.scale_2 = Shifted()
-    for each in (Kept(), layer):
+    for each in (Kept(), Written(), Looped(), layer):
         assert not patch_model(each, patterns=ONLY).patched
     excluded = Layer()
     assert not patch_model(excluded, patterns=ONLY, exclude=["attention", "mlp.down"]).patched
+    assert not patch_model(Layer(), patterns=ONLY, exclude=["scale_1", "scale_2"]).patched
 
 
 @pytest.mark.parametrize("name", ["Dinov2", "Beit"])

@@ -90,11 +90,11 @@ class CacheUpdates(InForward):
             return
         device, dtype = kind_of(module)
         ours, theirs = library.DynamicCache(), library.DynamicCache()
-        for n in (3, 2):
-            key, value = (torch.full((2, 1, n, 4), i, device=device, dtype=dtype) for i in (n, -n))
-            found = (kept if n == 3 else ours.update)(*((ours,) if n == 3 else ()), key, value, 0)
-            if not all(map(torch.equal, found, theirs.update(key, value, 0))):
-                raise VerificationError("the cache has other keys and values")
+        (key, value), more = ((torch.full((2, 1, n, 4), n, device=device, dtype=dtype),) * 2 for n in (3, 2))
+        kept(ours, key, value, 0)
+        theirs.update(key, value, 0)
+        if not all(map(torch.equal, ours.update(*more, 0), theirs.update(*more, 0))):
+            raise VerificationError("the cache has other keys and values")
 
 
 def updated(
@@ -102,7 +102,7 @@ def updated(
 ) -> Any:
     """update(key, value, index, ...), where update is a cache's method."""
     cache = getattr(update, "__self__", None)
-    if not _is_trained(module, key, value) or not _is_empty(cache, index):
+    if not (_is_trained(module, key, value) and _is_empty(cache, update, index)):
         return update(key, value, index, *args, **options)
     calls.count_fused(module)
     return kept(cache, key, value, index, *args, **options)
@@ -119,17 +119,16 @@ def kept(cache: Any, key: Tensor, value: Tensor, index: int, *args: Any, **optio
 def _is_trained(module: nn.Module, key: Any, value: Any) -> bool:
     """Whether keys and values have gradients, and are read by their strides."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return (
-        torch.is_grad_enabled()
-        and implementation in _BY_STRIDES
-        and all(type(each) in (Tensor, FakeTensor) and each.requires_grad for each in (key, value))
-    )
+    are_plain = all(type(each) in (Tensor, FakeTensor) and each.requires_grad for each in (key, value))
+    return are_plain and implementation in _BY_STRIDES and torch.is_grad_enabled()
 
 
-def _is_empty(cache: Any, index: Any) -> bool:
-    """Whether it is a DynamicCache whose layer of plain attention has nothing yet."""
+def _is_empty(cache: Any, update: Any, index: Any) -> bool:
+    """Whether it is a DynamicCache, with transformers' method, whose layer of plain attention has nothing yet."""
     library = _library()
-    if library is None or type(cache) is not library.DynamicCache or cache.offloading or type(index) is not int:
+    if library is None or type(cache) is not library.DynamicCache or update.__module__ != library.__name__:
+        return False
+    if getattr(cache, "offloading", True) or type(index) is not int:  # older ones have no such attribute
         return False
     layers = cache.layers
     cls = type(layers[index]) if index < len(layers) else cache.layer_class_to_replicate
@@ -137,6 +136,6 @@ def _is_empty(cache: Any, index: Any) -> bool:
 
 
 def _library() -> Any:
-    """transformers' module of caches, where a cache has layers (from 4.54 on)."""
+    """transformers' module of caches, where a cache is a list of layers."""
     module = sys.modules.get("transformers.cache_utils")
     return module if hasattr(module, "DynamicLayer") else None

@@ -44,7 +44,9 @@ class _Sum:
         self.done: set[int] = set()
         """The id of each node that has run."""
         self.gradient: Tensor | None = None
-        """A tensor of its own: see _has_own_memory."""
+        """Without a graph, and with storage, another tensor than the one that a node returned: see _has_own_memory."""
+        self.returned: Tensor | None = None
+        """That one. As long as it is kept, a leaf copies it: hooks on the leaf may write to what it takes."""
 
 
 class Readers:
@@ -75,7 +77,9 @@ class Readers:
         for reference in self.nodes:
             other = reference()
             if other is not None and id(other) not in current.done and torch._C._will_engine_execute_node(other):
-                current.gradient = gradient if gradient is None or gradient.requires_grad else gradient.detach()
+                if gradient is not None and not torch.is_grad_enabled() and have_storage(gradient):
+                    current.returned, gradient = gradient, gradient.detach()
+                current.gradient = gradient
                 return None
         del self.sums[torch._C._current_graph_task_id()]
         if gradient is not None and gradient.dtype != self.dtype and self.left is not None:
@@ -127,7 +131,8 @@ class _Linear(torch.autograd.Function):
         (dy,) = grads
         if ctx.has_cast:  # what was saved has no graph that leads to x and weight
             refuse_double_backward("linear")
-        so_far = ctx.readers.sum_so_far().gradient
+        current = ctx.readers.sum_so_far()
+        so_far, current.returned = current.gradient, None
         if dy is None:
             return ctx.readers.give(ctx, so_far), *[None] * 6
         cast, weight = ctx.saved_tensors

@@ -4,8 +4,8 @@
     h = self.layer_scale1(h)         ->     h = scaled_0_(self, self.layer_scale1, h)
 
 Where the attention ends in a linear layer, and its result is multiplied by a vector s (DINOv2, BEiT), the layer has the
-weight diag(s) W and the bias s b instead. Of the activations nothing is read, written or kept for it. Where these have
-fewer than twice as many rows as W has columns, passes over W cost more, and the result is multiplied.
+weight diag(s) W and the bias s b instead. No pass reads or writes activations for it, and none are kept. Where these
+have few rows, passes over W cost more, and the result is multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from .. import calls
 from ..classes import plain_forward, rewrapped
-from ..forward import Forward, child_at, linear_at, places, read_forward
+from ..forward import Forward, child_at, linear_at, places, read_forward, writes_to_tensors
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
 from ..source import define
@@ -33,6 +33,8 @@ from .tails import Returns, Tail, read_returns
 PATTERN = "layer_scale"
 
 _ROWS_PER_COLUMN = 2
+"""Rows of x per column of W from which on W is multiplied. The product takes 6 passes over n_rows x n_outputs elements,
+forward and backward, and the weight's 8 over n_columns x n_outputs."""
 
 
 class Unscaled(NamedTuple):
@@ -44,11 +46,12 @@ class Unscaled(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaled:
-    """The product of a vector and what a Tail, or the child itself, returned; dropped out before."""
+    """dropout(x) * vector, where x is what a Tail, or the child itself, returned."""
 
     cls: type | None
-    """Of the module that has the vector; None where the vector is given."""
+    """That of the module with the vector; None where the vector itself is given."""
     attribute: str
+    """The vector's name in that module."""
 
     def __call__(self, module: nn.Module, scale: Any, x: Any, dropout: Any = None) -> Tensor:
         if isinstance(x, Unscaled):
@@ -70,13 +73,34 @@ class Scaled:
         return getattr(scale, self.attribute) if calls.is_plain(scale, self.cls) else None
 
 
+class _ScaledWeight(torch.autograd.Function):
+    """diag(vector) @ weight. The gradient of the vector is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, vector: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, vector)
+        return weight * vector[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (gradient,), (weight, vector) = grads, ctx.saved_tensors
+        needs_weight, needs_vector = ctx.needs_input_grad
+        dweight = gradient * vector[:, None] if needs_weight else None
+        products = gradient.float() * weight if needs_vector else None
+        return dweight, None if products is None else products.sum(1).to(vector.dtype)
+
+
 def folded(x: Tensor, weight: Tensor, bias: Tensor | None, vector: Tensor) -> Tensor:
-    """(x @ weight.T + bias) * vector. weight: (n_outputs, n_inputs); bias, vector: (n_outputs,)."""
-    return functional.linear(x, weight * vector[:, None], None if bias is None else bias * vector)
+    """(x @ weight.T + bias) * vector, in the dtype of that product. weight: (n_outputs, n_inputs); bias, vector:
+    (n_outputs,)."""
+    scaled: Any = _ScaledWeight.apply(weight, vector)
+    y = functional.linear(x, scaled, None if bias is None else bias * vector)
+    return y.to(torch.promote_types(y.dtype, vector.dtype))  # float32 under autocast
 
 
 def _is_foldable(dense: Any, x: Tensor, vector: Any) -> bool:
-    """Whether that computes the same, and saves more than it costs. Small vectors have no float16 products."""
+    """Whether that computes the same, and saves more than it costs: not where the weight has no gradient otherwise, and
+    not in float16, where a weight times a small vector may vanish."""
     if calls.is_followed() or not isinstance(vector, Tensor) or not calls.multiplies(dense, x):
         return False
     weight = dense.weight
@@ -84,6 +108,7 @@ def _is_foldable(dense: Any, x: Tensor, vector: Any) -> bool:
         vector.dtype == weight.dtype
         and vector.shape == weight.shape[:1]
         and not calls.is_distributed(vector)
+        and (weight.requires_grad or not vector.requires_grad)
         and (calls.autocast_dtype(x) or x.dtype) != torch.float16
         and x.numel() >= _ROWS_PER_COLUMN * weight.shape[1] ** 2
     )
@@ -102,6 +127,8 @@ class FoundScale:
 
 def read_scales(forward: Forward) -> list[FoundScale]:
     """The products of a vector and the result of a child."""
+    if writes_to_tensors(forward.tree):  # the linear layer runs where the product stands
+        return []
     reader, found = SumReader(forward), []
     for place in places(forward.tree.body):
         match place.statement:
