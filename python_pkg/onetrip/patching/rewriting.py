@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
 from .classes import Rewrite
 from .forward import Forward, linear_at
 from .source import bare, deep_copy
+
+if TYPE_CHECKING:
+    from .residual.read import Operand
+    from .residual.tails import Tail
 
 
 class Rewriting(ast.NodeTransformer):
@@ -60,15 +64,18 @@ class Rewriting(ast.NodeTransformer):
         """name(self, expression) in place of the expression."""
         self.replace(expression, lambda: self.call(name, self.visit(self.copy_of(expression))))
 
-    def put_opening(self, call: ast.Call, name: str, module: ast.expr) -> None:
-        """name(module, ...) in place of a child's call, or of a method's."""
-        copied = self.copy_of(call)
+    def put_tail(self, name: str, tail: Tail, operand: Operand) -> None:
+        """The operand's child or method is called through its Tail, of this name."""
+        assert operand.call is not None
+        call = self.copy_of(operand.call)
 
         def opened() -> ast.expr:
-            self.generic_visit(copied)
-            return ast.Call(ast.Name(name), [module, *copied.args], copied.keywords)
+            self.generic_visit(call)
+            module = self.attribute(operand.opened) if tail.method == "forward" else ast.Name(self.own)
+            return ast.Call(ast.Name(name), [module, *call.args], call.keywords)
 
-        self.replace(call, opened)
+        self.constants[name] = tail
+        self.replace(operand.call, opened)
 
     def put_part(self, expression: ast.expr, part: ast.expr) -> None:
         """A part of the expression in place of all of it."""

@@ -13,6 +13,7 @@ from onetrip.patching import patch_model
 from outcomes import assert_agree, outcome
 from patching_cases import WIDTH, randomised
 from torch import Tensor, nn
+from torch.nn import functional
 
 ONLY = ("layer_scale",)
 N_ROWS = 2 * WIDTH
@@ -145,6 +146,7 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
     "another child": lambda layer: setattr(layer, "mlp", nn.Sequential(layer.mlp, nn.Tanh())),
     "another vector's module": lambda layer: setattr(layer, "scale_2", nn.Sequential(layer.scale_2, nn.Tanh())),
     "a vector of another shape": lambda layer: setattr(layer.scale_2, "vector", nn.Parameter(torch.full((1,), 3.0))),
+    "a vector of another dtype": lambda layer: layer.scale_2.to(torch.bfloat16),
     "a number": lambda layer: (delattr(layer.scale_2, "vector"), setattr(layer.scale_2, "vector", 3.0)),
 }
 
@@ -164,6 +166,14 @@ def test_a_dropout_stays_between(rows: Tensor) -> None:
     assert isinstance(model, Parameters)
     model.dropout.p = 1.0
     torch.testing.assert_close(model(rows), rows)
+
+
+def test_a_dropout_that_was_replaced_is_called(rows: Tensor) -> None:
+    original, model, report = pair(Parameters, patterns=ONLY)
+    for each in (original, model):
+        each.dropout = nn.Sequential(nn.Tanh())
+    assert_agree(outcome(model, rows), outcome(original, rows), 1e-4)
+    assert report.calls() == {"": (0, 2)}
 
 
 @pytest.mark.parametrize("frozen", ["mlp.down.weight", "mlp.down.bias", "scale_2.vector"])
@@ -250,6 +260,16 @@ class Written(Layer):
         return y + h
 
 
+class Dropped(Layer):
+    """By a function, whose p may change from call to call."""
+
+    def forward(self, h: Tensor) -> Any:
+        y = self.mlp(h)
+        y = functional.dropout(y, p=0.5, training=self.training)
+        y = self.scale_1(y)
+        return y + h
+
+
 class Looped(Layer):
     def forward(self, h: Tensor) -> Any:
         for _ in range(2):
@@ -266,7 +286,7 @@ class Shifted(Vector):
 def test_other_layers_are_no_sites() -> None:
     layer = Layer()
     layer.scale_1 = layer.scale_2 = Shifted()
-    for each in (Kept(), Written(), Looped(), layer):
+    for each in (Kept(), Written(), Dropped(), Looped(), layer):
         assert not patch_model(each, patterns=ONLY).patched
     excluded = Layer()
     assert not patch_model(excluded, patterns=ONLY, exclude=["attention", "mlp.down"]).patched

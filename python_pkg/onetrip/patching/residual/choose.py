@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -14,7 +13,7 @@ from ..forward import child_at, has_bias_at
 from ..norms import NormSpec
 from ..report import Unsuitable
 from .read import FoundSum, Operand
-from .tails import Tail, open_tail, read_returns
+from .tails import Tail, tail_of
 
 PATTERNS = ("dropout_add_norm", "add_norm", "dropout_add")
 
@@ -103,8 +102,8 @@ def _with_branch(module: nn.Module, found: FoundSum, taken: set[int], closed: Co
         for operand in readings:
             if not _holds(module, operand) or any(id(each) in taken for each in operand.statements):
                 continue
-            tail = _tail(module, operand, closed) if operand.opened else None
-            if operand.opened and tail is None:
+            tail = tail_of(module, operand, closed, _takes_off) if operand.opened else None
+            if operand.opened and (tail is None or (operand.is_dropped and tail.drops)):
                 continue
             choice = Choice(found, side, operand, tail)
             worth = 2 * choice.is_dropped + choice.has_bias
@@ -114,28 +113,8 @@ def _with_branch(module: nn.Module, found: FoundSum, taken: set[int], closed: Co
     return best
 
 
-def _tail(module: nn.Module, operand: Operand, closed: Container[int]) -> Tail | None:
-    """The tail of the operand's child, if it leaves something to the sum that the sum can do."""
-    child, name = child_at(module, operand.opened), "forward"
-    if child is None and operand.opened not in vars(module):
-        child, name = module, operand.opened
-    if child is None or id(child) in closed:
-        return None
-    cls: Any = type(child) if name == "forward" else original_class(type(child))
-    returns = read_returns(cls, name)
-    if returns is None or returns.in_tuple != operand.in_tuple:
-        return None
-    read = tuple(
-        next((each for each in readings if each.call is None and _takes_off(each) and _holds(child, each)), None)
-        for _, readings in returns.found
-    )
-    if not any(read) or (operand.is_dropped and any(each is not None and each.is_dropped for each in read)):
-        return None
-    return open_tail(returns, read)
-
-
-def _takes_off(operand: Operand) -> bool:
-    return operand.is_dropped or operand.linear != ""
+def _takes_off(module: nn.Module, operand: Operand) -> bool:
+    return (operand.is_dropped or operand.linear != "") and _holds(module, operand)
 
 
 def _holds(module: nn.Module, operand: Operand) -> bool:

@@ -11,7 +11,7 @@ have few rows, passes over W cost more, and the result is multiplied.
 from __future__ import annotations
 
 import ast
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import calls
-from ..classes import plain_forward, rewrapped
+from ..classes import plain_forward
 from ..forward import Forward, child_at, linear_at, places, read_forward, writes_to_tensors
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
-from ..source import define
 from ..verify import check_function, kind_of
 from .read import Operand, SumReader
-from .tails import Returns, Tail, read_returns
+from .tails import Tail, tail_of
 
 PATTERN = "layer_scale"
 
@@ -169,10 +168,9 @@ class LayerScales(InForward):
     def put(self, rewriting: Rewriting) -> None:
         """The child's second form, and what multiplies its result."""
         for index, choice in enumerate(self.chosen):
-            operand, name = choice.operand, f"unscaled_{index}_"
-            rewriting.constants |= {name: choice.tail, f"scaled_{index}_": choice.scaled}
-            rewriting.remove(*operand.statements)
-            rewriting.put_opening(operand.call, name, rewriting.attribute(operand.opened))
+            rewriting.constants[f"scaled_{index}_"] = choice.scaled
+            rewriting.remove(*choice.operand.statements)
+            rewriting.put_tail(f"unscaled_{index}_", choice.tail, choice.operand)
             rewriting.replace(choice.found.expression, partial(_call, rewriting, index, choice))
 
     def verify(self, module: nn.Module) -> None:
@@ -194,10 +192,12 @@ def _call(rewriting: Rewriting, index: int, choice: Choice) -> ast.Call:
 
 def _choice(module: nn.Module, found: FoundScale, excluded: Container[int]) -> Choice | None:
     scaled = _scaled(module, found, excluded)
-    for operand in found.x if scaled is not None else ():
+    if scaled is None:
+        return None
+    for operand in found.x:
         if not operand.dropout or calls.is_plain_dropout(child_at(module, operand.dropout)):
-            tail = _tail(module, operand, excluded)
-            if tail is not None and scaled is not None:
+            tail = tail_of(module, operand, excluded, partial(_ends_in_linear, excluded), _unscaled)
+            if tail is not None:
                 return Choice(found, operand, tail, scaled)
     return None
 
@@ -228,39 +228,17 @@ def vector_of(cls: Any) -> str:
     return ""
 
 
-def _tail(module: nn.Module, operand: Operand, excluded: Container[int]) -> Tail | None:
-    """The child that makes the operand, if it ends in linear layers."""
-    child = child_at(module, operand.opened)
-    if child is None or id(child) in excluded:
-        return None
-    cls: Any = type(child)
-    returns = read_returns(cls, "forward")
-    if returns is None or returns.in_tuple != operand.in_tuple:
-        return None
-    read = tuple(
-        next(
-            (each for each in ways if each.linear and not each.is_dropped and linear_at(child, each.linear, excluded)),
-            None,
-        )
-        for _, ways in returns.found
-    )
-    return _open(returns, read) if any(read) else None
+def _ends_in_linear(excluded: Container[int], child: nn.Module, operand: Operand) -> bool:
+    return not operand.is_dropped and linear_at(child, operand.linear, excluded) is not None
 
 
-@cache
-def _open(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
-    """The child's second form, which returns Unscaled for what linear layers make."""
-    rewriting = Rewriting(returns.forward)
-    for (value, _), operand in zip(returns.found, operands, strict=True):
-        if operand is not None:
-            rewriting.remove(*operand.statements)
-            rewriting.replace(value, partial(_unscaled, rewriting, operand))
-    names = dict(returns.constants) | {"Unscaled_": Unscaled}
-    function = define(returns.forward.function, rewriting.source(), names, "forward", PATTERN)
-    function = rewrapped(plain_forward(calls.original_class(returns.cls)), function)
-    return Tail(returns.cls, "forward", function, drops=False, linear=True, dropouts=())
+def _unscaled(rewriting: Rewriting, operand: Operand) -> Callable[[], ast.expr]:
+    """Makes an Unscaled of what a linear layer makes."""
+    rewriting.remove(*operand.statements)
+    rewriting.constants["Unscaled_"] = Unscaled
 
+    def made() -> ast.expr:
+        x = rewriting.visit(rewriting.copy_of(operand.x))
+        return ast.Call(ast.Name("Unscaled_"), [rewriting.attribute(operand.linear), x], [])
 
-def _unscaled(rewriting: Rewriting, operand: Operand) -> ast.Call:
-    x = rewriting.visit(rewriting.copy_of(operand.x))
-    return ast.Call(ast.Name("Unscaled_"), [rewriting.attribute(operand.linear), x], [])
+    return made

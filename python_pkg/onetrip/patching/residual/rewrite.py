@@ -30,10 +30,7 @@ class SumRewriting(Rewriting):
         if operand is not None and choice.branch is not None:
             sides[choice.branch] = self.branch(operand)
         if operand is not None and choice.tail is not None:
-            assert operand.call is not None
-            module = self.attribute(operand.opened) if choice.tail.method == "forward" else ast.Name(self.own)
-            self.constants[f"open_{index}_"] = choice.tail
-            self.put_opening(operand.call, f"open_{index}_", module)
+            self.put_tail(f"open_{index}_", choice.tail, operand)
 
         def call() -> ast.expr:
             norms = [] if norm is None else [self.attribute(norm[0])]

@@ -12,7 +12,7 @@ the same as calling the child (calls.is_plain).
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cache
 from inspect import getattr_static
@@ -23,7 +23,7 @@ from torch import nn
 
 from ..calls import is_plain, original_class
 from ..classes import Rewrite, method_of, plain_forward, returns_as_is, rewrapped
-from ..forward import Forward, Place, read_forward
+from ..forward import Forward, Place, child_at, read_forward
 from ..report import Unsuitable
 from ..source import define, own_names
 from .read import Operand, SumReader
@@ -104,14 +104,45 @@ def returned_first(block: list[ast.stmt]) -> Iterator[tuple[Place, ast.expr]]:
                 yield from returned_first(otherwise)
 
 
+Make = Callable[[Any, Operand], Callable[[], ast.expr]]
+"""(rewriting, operand) -> what makes the expression that is returned in the operand's place."""
+
+
+def tail_of(
+    module: nn.Module,
+    operand: Operand,
+    closed: Container[int],
+    takes: Callable[[nn.Module, Operand], bool],
+    make: Make = SumRewriting.branch,
+) -> Tail | None:
+    """The second form of the child, or of the module's own method, that makes the operand; None if nothing is left to
+    the caller.
+
+    closed: ids of children that stay as they are. takes: whether that is so of a way to read a value, in the child.
+    """
+    child, name = child_at(module, operand.opened), "forward"
+    if child is None and operand.opened not in vars(module):
+        child, name = module, operand.opened
+    if child is None or id(child) in closed:
+        return None
+    cls: Any = type(child) if name == "forward" else original_class(type(child))
+    returns = read_returns(cls, name)
+    if returns is None or returns.in_tuple != operand.in_tuple:
+        return None
+    read = tuple(
+        next((each for each in ways if each.call is None and takes(child, each)), None) for _, ways in returns.found
+    )
+    return open_tail(returns, read, make) if any(read) else None
+
+
 @cache
-def open_tail(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
+def open_tail(returns: Returns, operands: tuple[Operand | None, ...], make: Make) -> Tail:
     """The second form. operands: how to read each value; None for one that is returned as it is."""
     forward = returns.forward
     rewriting = SumRewriting(forward)
     for (value, _), operand in zip(returns.found, operands, strict=True):
         if operand is not None:
-            rewriting.replace(value, rewriting.branch(operand))
+            rewriting.replace(value, make(rewriting, operand))
     source, names = rewriting.source(), dict(returns.constants) | rewriting.constants
     function = define(forward.function, source, names, "forward", "dropout_add")
     if forward.method == "forward":
