@@ -79,7 +79,8 @@ def output(*command: str) -> str:
 @cache
 def cxx_compiler() -> str | None:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and shutil.which(shlex.split(name)[0]):
+        words = shlex.split(name or "")
+        if any(Path(word).name not in COMPILER_CACHES for word in words) and shutil.which(words[0]):
             return name
         if name and name == os.environ.get("CXX"):
             say(f"CXX={name} cannot be found: looking for c++, g++ and clang++")

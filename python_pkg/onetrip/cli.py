@@ -200,7 +200,7 @@ def methods(
 
 def main() -> None:
     """Entry point of the `onetrip` command."""
-    for stream in (sys.stdout, sys.stderr):  # of ASCII, under PYTHONIOENCODING: "?" for other characters
+    for stream in (sys.stdout, sys.stderr):  # may be ASCII: "?" for other characters
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     if sys.argv[1:2] == ["bench"]:

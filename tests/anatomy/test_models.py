@@ -135,6 +135,15 @@ def test_a_saved_classifier_is_trained_as_one(name, tmp_path):
         Session(Options(str(tmp_path)))
 
 
+def test_a_decoder_without_a_padding_token_classifies_no_batches(tmp_path):
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=2000, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    loaded = anatomy.load_model(str(tmp_path))
+    assert anatomy.make_batch(loaded, 1, 16)["input_ids"].shape == (1, 16)
+    with pytest.raises(anatomy.UsageError, match=r"GPT2ForSequenceClassification .* pad_token_id"):
+        anatomy.make_batch(loaded, 2, 16)
+
+
 @pytest.mark.parametrize("architectures", [None, ["BertModel"]])
 def test_a_model_saved_without_a_head_is_given_one(architectures, tmp_path):
     transformers.BertConfig(**BERT, architectures=architectures).save_pretrained(tmp_path)

@@ -232,7 +232,7 @@ def test_gradients_beyond_float16_are_infinite_where_float64_says_so(target):
 
 @pytest.mark.parametrize("mode", [nullcontext, Watching], ids=["eager", "traced"])
 def test_z_requires_grad_where_x_residual_or_bias_does(target, mode) -> None:
-    """Of a frozen trunk with trainable norms it did, and all that read it computed gradients for nothing."""
+    """A frozen trunk with trainable norms had one that did, and all that read it computed gradients for nothing."""
     i = make((5, 8), torch.float32, ALL, device=target.device)
     parts = {"x": True, "residual": True, "bias": True, "weight": False, "norm_bias": False}
     for name, moves_z in parts.items():

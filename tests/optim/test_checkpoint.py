@@ -119,6 +119,8 @@ def test_a_checkpoint_that_lost_a_state_is_told_from_one_that_never_had_it(loss)
     optimizer = trained()
     with rejected(optimizer, ValueError, "state must have the 5 entries that .*, got 4; .* delete n_states"):
         optimizer.load_state_dict(state)
+    with rejected(optimizer, ValueError, "n_states must be an int, got '5'"):
+        optimizer.load_state_dict(state | {"n_states": "5"})
     del state["n_states"]  # on purpose then, as one resets a parameter; and as torch's own are
     optimizer.load_state_dict(state)
     assert 0 not in optimizer.state_dict()["state"]

@@ -207,6 +207,13 @@ def test_a_compiler_that_is_not_there_is_named(build, monkeypatch, capsys):
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("compiler", ["ccache", " "])
+def test_a_cache_alone_is_no_compiler(build, monkeypatch, compiler):
+    monkeypatch.setattr(build.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setenv("CXX", compiler)
+    assert build.cxx_compiler() == "c++"
+
+
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
 def test_the_toolkit_is_where_the_variable_says_it_is(build, monkeypatch, tmp_path, variable):
     (tmp_path / "bin").mkdir()

@@ -230,6 +230,7 @@ OWN_NAMES: dict[str, type[Block]] = {
     "a-parameter": block_of("return self.post(self.drop(self.proj(a)) + b) * dropped_", "a, b, dropped_=2.0"),
     "a-lambda's": block_of("h = self.drop(self.proj(a)) + b; return (lambda sum_0_: self.post(h) + sum_0_)(h)"),
     "a-softmax's": block_of(f"scale_ = a; {SOFTMAX}; return h @ scale_"),
+    "a-number's": block_of(f"float_ = b; h = self.proj(a); {DROPPED}; return float_ + h"),
     "a-linear-layer's": block_of("shared_ = b; q = self.proj(a); k = self.second(a); return q * k * shared_"),
     "a-child's": CallsOpened,
 }

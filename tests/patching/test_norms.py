@@ -361,7 +361,14 @@ class Configured(Norm):
     def __init__(self) -> None:
         super().__init__()
         del self.epsilon
-        self.is_on, self.offset, self.table = True, 0.0, {}
+        self.is_on, self.shift, self.n_calls, self.table = True, 0.0, 0, {}
+
+    @property
+    def offset(self) -> float:
+        return self.shift
+
+    def count(self) -> None:
+        self.n_calls += 1
 
     def forward(self, h: Tensor) -> Tensor:
         if not self.is_on:
@@ -383,7 +390,9 @@ class AfterASum(Alone):
         return self.norm(x + x.flip(0))
 
 
-@pytest.mark.parametrize("name, value, n_fused", [("is_on", False, 0), ("offset", 1.0, 0), ("eps", 10.0, 1)])
+@pytest.mark.parametrize(
+    "name, value, n_fused", [("is_on", False, 0), ("shift", 1.0, 0), ("eps", 10.0, 1), ("n_calls", 3, 1)]
+)
 @pytest.mark.parametrize("make", [Alone, AfterASum])
 def test_an_attribute_of_a_norm_that_changes_later_counts(
     make: type[nn.Module], name: str, value: Any, n_fused: int
@@ -397,3 +406,20 @@ def test_an_attribute_of_a_norm_that_changes_later_counts(
     assert report.calls()[site.name] == (n_fused, 1 - n_fused)
     unpatch_model(model)
     torch.testing.assert_close(actual, model(x))
+
+
+class NamedAsTheRewrite(Configured):
+    """Its parameter has a name that the rewritten forward adds."""
+
+    def forward(self, spec: Tensor) -> Tensor:
+        return (self.gain + self.offset) * spec * torch.rsqrt(spec.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def test_a_parameter_may_have_a_name_that_the_rewrite_adds() -> None:
+    model, (x,) = randomised(Alone()), inputs()
+    model.norm = NamedAsTheRewrite()
+    expected = model(x)
+    report = patch_model(model)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), expected)
+    assert [site.detail for site in report.skipped] and not report.patched

@@ -216,6 +216,8 @@ def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: in
         masked[:, 0] = True  # at least one position a row, so that the loss is a number
         labels = torch.where(masked, ids, IGNORED_LABEL)
     elif classifies_text(model):
+        if batch_size > 1 and config.pad_token_id is None:
+            raise UsageError(f"{type(model).__name__} classifies batches only with a pad_token_id in its config")
         labels = _class_labels(model.config, batch_size, generator, weight.dtype)
         if getattr(config, "is_encoder_decoder", False):
             ids[:, -1] = config.eos_token_id  # whose hidden state it reads

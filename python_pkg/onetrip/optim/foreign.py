@@ -37,6 +37,8 @@ def check_is_complete(where: str, state_dict: Mapping[str, Any]) -> None:
     """Raises ValueError where it has fewer states than state_dict() wrote. For a dict before hooks, which may load what
     they want."""
     states, n_states = state_dict.get("state"), state_dict.get("n_states", 0)
+    if not isinstance(n_states, int):
+        raise ValueError(f"{where}: n_states must be an int, got {n_states!r}")
     if isinstance(states, Mapping) and (found := sum(entry not in (None, {}) for entry in states.values())) < n_states:
         raise ValueError(
             f"{where}: state must have the {n_states} entries that it was saved with, got {found}; to load only these, "

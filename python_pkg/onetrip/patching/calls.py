@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import weakref
 from functools import cache, partial
+from inspect import getattr_static, unwrap
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -178,11 +179,19 @@ def configuration(module: nn.Module) -> Configuration | None:
 
 @cache
 def names_read(cls: Any) -> frozenset[str]:
-    """All names in the class's methods but for torch's own, its constructor and what is printed."""
-    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    methods = (each for base in bases if base.__module__.partition(".")[0] != "torch" for each in vars(base).items())
-    functions = (each for name, each in methods if name not in ("__init__", "extra_repr"))
-    return frozenset().union(*(own_names(each) for each in functions if isinstance(each, FunctionType)))
+    """All names in the class's forward, and in the methods and properties that it names."""
+    found: set[str] = set()
+    left = ["forward"]
+    while left:
+        function = getattr_static(cls, left.pop(), None)
+        if isinstance(function, property):
+            function = function.fget
+        function = unwrap(function) if callable(function) else None
+        if isinstance(function, FunctionType) and function.__module__.partition(".")[0] != "torch":
+            names = own_names(function) - found
+            found |= names
+            left += names
+    return frozenset(found)
 
 
 def attributes_read(module: nn.Module) -> Configuration:

@@ -26,7 +26,7 @@ from .. import ops
 from ..ops.row_norm import norm_of_sum
 from . import calls
 from .report import Unsuitable
-from .source import bare, define, definition, own_names, parse
+from .source import bare, define, definition, own_variables, parse
 
 GLOBAL_NAMES: dict[str, Any] = {
     "Tensor": Tensor,
@@ -75,9 +75,13 @@ class Rewrite:
         return ({"forward": self.around} if self.around else {}) | dict(self.sources)
 
     def taken_names(self, original: Any) -> set[str]:
-        """Names of the constants that the class's own methods use for something else."""
-        own = (own_names(method_of(original, name)) for name, _ in self.sources)
-        return set().union(*own) & dict(self.constants).keys()
+        """Names that this adds to the class's own methods, and that they use for something else."""
+        own = (own_variables(method_of(original, name)) for name, _ in self.sources)
+        taken = set().union(*own) & dict(self.constants).keys()
+        if self.around:  # it has the forward's parameters
+            parameters = inspect.signature(original.forward).parameters.keys()
+            taken |= parameters & (dict(self.constants).keys() | GLOBAL_NAMES.keys())
+        return taken
 
     def methods(self, original: Any, replaced: Mapping[str, Any] | None = None) -> dict[str, Callable[..., Any]]:
         """The methods of the patched class, by name. replaced: other values for constants; verification has some."""

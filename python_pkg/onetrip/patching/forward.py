@@ -206,6 +206,20 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
         yield from evaluated(child)
 
 
+_MAY_BE_IN_PLACE = frozenset(
+    ("celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6", "selu", "silu")
+)
+"""Functions of torch.nn.functional that work in place where their last argument is True."""
+
+
+def _is_in_place(call: ast.Call) -> bool:
+    """Whether such a function's last argument is given by position."""
+    match call:
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=[_, *_, ast.Constant(value=True)]):
+            return name in _MAY_BE_IN_PLACE
+    return False
+
+
 def may_change(statement: ast.stmt, name: str) -> bool:
     """Whether the statement may bind the name, leave the block, write to a tensor in place, set an attribute or
     call a function for its effect."""
@@ -221,6 +235,8 @@ def may_change(statement: ast.stmt, name: str) -> bool:
                 return True
             case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_") and not method.startswith("_"):
                 return True
+            case ast.Call() if _is_in_place(node):
+                return True
     return False
 
 
@@ -233,6 +249,8 @@ def writes_to_tensors(tree: ast.AST) -> bool:
             ):
                 return True
             case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_"):
+                return True
+            case ast.Call() if _is_in_place(node):
                 return True
     return False
 

@@ -355,15 +355,21 @@ def _is_read(x: Any) -> bool:
 
 
 def _is_sum(x: Any, residual: Any) -> bool:
-    """Whether the operands are floating-point tensors of one shape that the operators take. Of two that are not
-    contiguous torch's sum is not, either, and may be viewed as they may."""
+    """Whether the operands are floating-point tensors of one shape that the operators take.
+
+    torch's sum of two transposed tensors is transposed, too, and may be viewed as they may."""
     return (
         _is_operand(x)
         and _is_operand(residual)
         and x.shape == residual.shape  # no broadcasting
         and x.device == residual.device
-        and (x.is_contiguous() or residual.is_contiguous())
+        and (_is_in_order(x) or _is_in_order(residual))
     )
+
+
+def _is_in_order(x: Tensor) -> bool:
+    """Whether no dimension is transposed."""
+    return x.is_contiguous() or sorted(x.stride(), reverse=True) == list(x.stride())
 
 
 def _is_operand(x: Any) -> bool:

@@ -115,7 +115,8 @@ class Rewriting(ast.NodeTransformer):
         a tensor or a NumPy number, as torch.linspace(0, 0.1, n_layers)[i] is."""
         if p is None or training is None:
             return ast.Constant(0.0)
-        number = ast.Call(ast.Name("float"), [self.copy_of(p)], [])
+        self.constants["float_"] = float
+        number = ast.Call(ast.Name("float_"), [self.copy_of(p)], [])
         return ast.IfExp(self.copy_of(training), number, ast.Constant(0.0))
 
 

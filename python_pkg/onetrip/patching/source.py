@@ -111,6 +111,13 @@ def own_names(function: Any) -> set[str]:
     return {name for code in codes for name in (*code.co_names, *code.co_varnames, *code.co_freevars)}
 
 
+def own_variables(function: Any) -> set[str]:
+    """The same without attributes."""
+    codes = (function.__code__, *code_in(function.__code__))
+    loaded = {each.argval for code in codes for each in dis.get_instructions(code) if each.opname.endswith("_GLOBAL")}
+    return loaded | {name for code in codes for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)}
+
+
 # A call of a global's attribute compiles in two ways: where the global is an import of the same file, and elsewhere.
 _CALL_FORMS = frozenset(["PUSH_NULL", "PRECALL", "CACHE", "NOP", "EXTENDED_ARG"])
 

@@ -390,7 +390,7 @@ def _fused_statements(region: Region) -> list[ast.stmt]:
     if region.child:
         tests.append(f"is_plain_(self.{region.child}, Dropout_) and not self.{region.child}.inplace")
         training = f"self.{region.child}.training"
-    p = "0.0" if region.p == "0.0" else f"(float({region.p}) if {training} else 0.0)"
+    p = "0.0" if region.p == "0.0" else f"(float_({region.p}) if {training} else 0.0)"
     result = region.result
     if region.undropped:
         tests.append(f"{p} == 0.0")
@@ -426,5 +426,6 @@ NAMES: dict[str, Any] = {
     "count_fallback_": calls.count_fallback,
     "is_plain_": calls.is_plain,
     "Dropout_": nn.Dropout,
+    "float_": float,
     **dict.fromkeys(("scores_", "masks_", "scale_", "like_", "added_")),
 }

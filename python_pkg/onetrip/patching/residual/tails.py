@@ -25,7 +25,7 @@ from ..calls import is_plain, original_class
 from ..classes import Rewrite, method_of, plain_forward, returns_as_is, rewrapped
 from ..forward import Forward, Place, child_at, read_forward
 from ..report import Unsuitable
-from ..source import define, own_names
+from ..source import define, own_variables
 from .read import Operand, SumReader
 from .rewrite import IN_BRANCHES, SumRewriting
 
@@ -81,7 +81,7 @@ def read_returns(cls: Any, name: str) -> Returns | None:
         return None
     source = "" if rewrite is None else dict(rewrite.sources).get(name, "")
     forward = read_forward(method_of(original, name), source, name)
-    if isinstance(forward, Unsuitable) or own_names(forward.function) & IN_BRANCHES.keys():
+    if isinstance(forward, Unsuitable) or own_variables(forward.function) & IN_BRANCHES.keys():
         return None
     reader = SumReader(forward)
     found, kinds = [], set()
