@@ -56,6 +56,21 @@ KEEPS = {
         if y is not None:
             keep(h)
         return y, kept.pop()""",
+    "a tuple assignment": "residual, y = h, self.post(h); return y, residual",
+    "a tuple assignment after the norm": "y = self.post(h); residual, y = h, 2.0 * y; return y, residual",
+    "two names": "k = residual = h; y = self.post(h); return y, residual",
+    "an assignment expression": "y = self.post(h); print((k := h).shape); return y, k",
+    "an annotated name": "y = self.post(h); k: Tensor = h; return y, k",
+    "a comprehension": "y = self.post(h); states = [t for t in (h, y)]; return y, states",
+    "a loop": """
+        y = self.post(h)
+        for t in (h,):
+            k = t
+        return y, k""",
+    "a repeated list": "y = self.post(h); return y, [h] * 2",
+    "a closure": "y = self.post(h); read = lambda: h; return y, read()",
+    "a global name": "global last; y = self.post(h); last = h; return y, globals()['last']",
+    "a set": "seen = set(); y = self.post(h); seen.add(h); return y, seen.pop()",
     "another name": "residual = h; y = self.post(h); self.kept = residual; return y, self.kept",
 }
 

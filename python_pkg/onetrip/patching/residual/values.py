@@ -18,6 +18,10 @@ from ..forward import Forward
 from ..source import resolve
 
 _CONTAINER_METHODS = frozenset({*vars(list), *vars(dict), *vars(set)})
+_HARMLESS = ast.BinOp, ast.UnaryOp, ast.Compare, ast.Attribute, ast.Expr
+"""Nodes that read a tensor for a new value: nothing keeps the tensor itself."""
+_FOLLOWED = ast.Tuple, ast.List, ast.Dict, ast.Starred, ast.Subscript, ast.IfExp, ast.keyword
+"""Nodes that pass a tensor on to the node around them: Values.parts follows it from there."""
 
 
 class Values:
@@ -34,6 +38,8 @@ class Values:
                     | ast.AugAssign(target=ast.Name(id=name), value=value)
                 ):
                     self.assigned.setdefault(name, []).append(value)
+        outer = (node.names for node in self.nodes if isinstance(node, (ast.Global, ast.Nonlocal)))
+        self.outer = {name for names in outer for name in names}
 
     @cached_property
     def returned(self) -> set[ast.Name]:
@@ -43,7 +49,7 @@ class Values:
     @cached_property
     def exposed(self) -> set[ast.Name]:
         """Where a name is read whose value the forward may return, store or hook, or give to a function that is neither
-        torch's nor the module's: that one may keep it or write to it."""
+        torch's nor the module's: that one may keep it or write to it. So may any read in a form that is not listed."""
         return self.sources(self.exposing())
 
     def sources(self, values: Iterable[ast.expr | None], slices: bool = True) -> set[ast.Name]:
@@ -72,7 +78,7 @@ class Values:
                 inner = [part]
             case ast.IfExp(body=left, orelse=right):
                 inner = [left, right]
-            case ast.BinOp(op=ast.Add(), left=left, right=right) if self.is_container(left) or self.is_container(right):
+            case ast.BinOp(left=left, right=right) if self.is_container(left) or self.is_container(right):
                 inner = [left, right]
             case ast.Call(func=function, keywords=keywords) if not self.forward.child(function):
                 inner = [keyword.value for keyword in keywords]  # Output(hidden_states=x)
@@ -86,17 +92,22 @@ class Values:
         return any(isinstance(each, (ast.Tuple, ast.List)) for each in values)
 
     def exposing(self) -> Iterator[ast.expr]:
-        """Expressions whose value the forward returns, stores or hooks, or gives to such a function."""
+        """Expressions whose value may be kept, hooked or written to: all but those in the listed forms."""
         for node in self.nodes:
             match node:
-                case ast.Return(value=ast.expr() as value):
-                    yield value
-                case ast.Assign(value=value) | ast.AugAssign(value=value) if _is_stored(node):
-                    yield value
                 case ast.Call(func=ast.Attribute(value=owner, attr="register_hook" | "retain_grad")):
                     yield owner
-                case ast.Call(func=function, args=args, keywords=keywords) if not self.is_known(function):
-                    yield from (*args, *(keyword.value for keyword in keywords))
+                case ast.Call(func=function, args=args, keywords=keywords):
+                    if not self.is_known(function):
+                        yield from (*args, *(keyword.value for keyword in keywords))
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AugAssign(target=ast.Name(id=name)) if (
+                    name not in self.outer
+                ):
+                    pass  # followed by sources
+                case _ if not isinstance(node, (*_HARMLESS, *_FOLLOWED)):
+                    for child in ast.iter_child_nodes(node):
+                        if isinstance(child, ast.expr) and isinstance(getattr(child, "ctx", ast.Load()), ast.Load):
+                            yield child
 
     def is_known(self, function: ast.expr) -> bool:
         """Whether it is a child, or a method of the module, of torch or of a tensor."""
@@ -108,11 +119,5 @@ class Values:
             case ast.Name(id=name):
                 return name in ("isinstance", "len")
             case ast.Attribute(attr=name):
-                return name not in _CONTAINER_METHODS if self.forward.child(function) else hasattr(Tensor, name)
+                return name not in _CONTAINER_METHODS and (self.forward.child(function) != "" or hasattr(Tensor, name))
         return False
-
-
-def _is_stored(statement: ast.Assign | ast.AugAssign) -> bool:
-    """Whether the statement gives its value to an attribute or an element."""
-    nodes = ast.walk(statement)
-    return any(isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store) for node in nodes)
