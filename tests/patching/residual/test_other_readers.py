@@ -114,6 +114,7 @@ WRITES = {
         return self.post(h) * b""",
     "a child of a child": "b = self.several(h); return self.post(h) * b",
     "a method": "b = self.method(h); return self.post(h) * b",
+    "a function in place, by position": "b = torch.nn.functional.relu(h, True); return self.post(h) * b",
     "no gradients": "torch.set_grad_enabled(False); b = self.post(h); torch.set_grad_enabled(True); return h * b",
 }
 
