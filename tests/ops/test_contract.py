@@ -249,6 +249,14 @@ def test_no_bit_depends_on_the_number_of_threads(operator, size, dtype):
         assert_same(other, first)
 
 
+@each_operator(but="attention")  # composed of torch's operators and of softmax, which says so
+def test_a_backend_asked_for_by_name_is_no_torch_func(operator):
+    needs(Target("cpu", "cpu"))
+    x, *others = operator.leaves(CPU, 3, 4, F32)
+    with use_backend("cpu"), pytest.raises((TypeError, RuntimeError), match="backend 'cpu'"):
+        torch.func.grad(lambda x: sum(y.sum() for y in outputs_of(operator.call(x, *others))))(x.detach())
+
+
 @pytest.mark.promise("N5")
 @pytest.mark.promise("softmax N5")
 @each_operator()

@@ -161,6 +161,7 @@ def linear_cross_entropy(
     operands = (rows, weight, bias)
     path = path_of(*operands, labels) if found < 0 else path_of_plain_tensors()
     if path == "composed":
+        check_composed(function, hidden.device, "cross_entropy")
         _reject_traced(function, part)
         loss = reference.forward(_logits(*operands), row_labels, plan).loss
         return _reduced(loss, row_labels, plan, reduction, labels.shape)
@@ -234,6 +235,7 @@ def _by_row(
     entropy: Tensor | None
     path = path_of(*operands, labels) if found < 0 else path_of_plain_tensors()
     if path == "composed":
+        check_composed(function, hidden.device, "cross_entropy")
         _reject_traced(function, part)
         loss, _, entropy = reference.forward(_logits(*operands), labels, plan, wants_entropy)
         loss = loss * sign

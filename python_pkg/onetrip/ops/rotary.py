@@ -56,8 +56,7 @@ def rotary_embedding(
 
     Saves cos and sin only; the backward pass is the transposed rotation of the gradients. It can be differentiated
     again. Where cos or sin requires grad, torch's own operators run; a graph that was recorded without (torch.export)
-    raises RuntimeError in backward. Deterministic. Raises ValueError or TypeError for
-    wrong arguments.
+    raises RuntimeError in backward. Deterministic. Raises ValueError or TypeError for wrong arguments.
     """
     code = -1 if is_compiling() or not isinstance(interleaved, bool) else read.rotary(q, k, cos, sin)
     if code < 0:

@@ -108,7 +108,7 @@ def code_in(code: CodeType) -> Iterator[CodeType]:
 def own_names(function: Any) -> set[str]:
     """All names in a function, of variables, globals and attributes, nested functions' too."""
     codes = (function.__code__, *code_in(function.__code__))
-    return {name for code in codes for name in (*code.co_names, *code.co_varnames, *code.co_freevars)}
+    return own_variables(function) | {name for code in codes for name in code.co_names}
 
 
 def own_variables(function: Any) -> set[str]:

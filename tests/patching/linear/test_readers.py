@@ -144,10 +144,12 @@ class WithLeaf(Projections):
         self.norm, self.leaf = nn.LayerNorm(WIDTH), nn.Parameter(torch.randn_like(inputs()[0]))
 
     def forward(self, h: Tensor) -> Tensor:
-        mixed = super().forward(h)
+        q = self.q(h)
+        k = self.k(h)
+        v = self.v(h)
         leaf = self.leaf
         z = self.norm(leaf + h)
-        return z * mixed
+        return z * torch.tanh(q * k) * v
 
 
 def test_a_leaf_takes_a_gradient_of_its_own() -> None:

@@ -360,6 +360,14 @@ def test_a_sum_of_transposed_tensors_is_viewed_as_they_are(body: str) -> None:
     block.train()(channels_first, x)
 
 
+def test_a_sum_of_slices_is_fused() -> None:
+    """Neither is contiguous, and their sum is."""
+    block, original, report = patched_pair(randomised(block_of("return self.post(a[:, 1:] + self.drop(b[:, 1:]))")()))
+    assert_agree(outcome(block, *inputs(2)), outcome(original, *inputs(2)))
+    block.train()(*inputs(2))
+    assert report.calls()[""] == (2, 0)
+
+
 OTHERS = {
     "reads the dropped": READS_THE_DROPPED,
     "adds no tensors": """
