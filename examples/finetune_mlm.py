@@ -21,9 +21,9 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onetrip
 import torch
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 MASKED_FRACTION, IGNORED = 0.15, -100
 EMBEDDING_TOLERANCE = 1e-5
+DEVICE = torch.device("cpu")
 PHASES = ("forward", "backward", "optimizer", "step")
 RUNS = {
     "unpatched": torch.optim.AdamW,
@@ -58,8 +59,7 @@ def token_rows(tokenizer: Any, paragraphs: list[str], sequence_length: int) -> T
     return torch.cat([cls, body, torch.full_like(cls, tokenizer.sep_token_id)], dim=1)
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     input_ids: Tensor
     """[batch_size, sequence_length]; of the masked words 80% are [MASK], 10% random, 10% as they were (as in BERT)."""
     labels: Tensor
@@ -97,35 +97,25 @@ def sentence_embeddings(model: nn.Module, tokenizer: Any, sentences: list[str]) 
     return F.normalize((hidden * weights).sum(1) / weights.sum(1), dim=1)
 
 
-@dataclass
 class Run:
     """One of the models on its way through the training."""
 
-    name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    steps: list[anatomy.StepTimes] = field(default_factory=list)
-    held_out_loss: list[float] = field(default_factory=list)
-    saved_activations: int = 0
-    peak_memory: int = 0
-    optimizer_states: int = 0
-    operators_ms: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def start(cls, name: str, model: nn.Module, options: argparse.Namespace) -> Run:
-        optimizer = RUNS[name](model.parameters(), lr=options.learning_rate)
+    def __init__(self, name: str, model: nn.Module, options: argparse.Namespace) -> None:
+        self.name, self.model = name, model.train()
+        self.optimizer = RUNS[name](model.parameters(), lr=options.learning_rate)
         warm_up = max(1, options.steps // 10)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / warm_up, (options.steps + 1 - step) / options.steps)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / warm_up, (options.steps + 1 - step) / options.steps)
         )
-        return cls(name, model.train(), optimizer, schedule)
+        self.steps: list[anatomy.StepTimes] = []
+        self.held_out_loss: list[float] = []
+
+    def step(self, batch: Batch) -> anatomy.StepTimes:
+        return anatomy.timed_step(lambda: masked_word_loss(self.model, batch), self.optimizer, DEVICE)
 
     def train(self, batch: Batch, seed: int) -> None:
         torch.manual_seed(seed)
-        self.steps.append(
-            anatomy.timed_step(lambda: masked_word_loss(self.model, batch), self.optimizer, torch.device("cpu"))
-        )
+        self.steps.append(self.step(batch))
         self.schedule.step()
 
     @torch.no_grad()
@@ -134,22 +124,23 @@ class Run:
         self.held_out_loss.append(float(masked_word_loss(self.model, batch)))
         self.model.train()
 
-    def measure_memory(self, batch: Batch) -> None:
+    def summary(self, batch: Batch) -> dict[str, Any]:
         """After the training: the optimizer's step in here changes weights that nobody uses any more."""
-        self.optimizer_states = measure.optimizer_state_bytes(self.optimizer)
+        window = max(1, len(self.steps) // 10)
+        losses = [step.loss for step in self.steps]
+        timed = self.steps[min(3, len(self.steps) - 1) :]  # the first ones warm up
         owned = [*self.model.parameters(), *self.model.buffers(), batch.input_ids, batch.labels]
-        self.saved_activations = measure.saved_bytes(lambda: masked_word_loss(self.model, batch), owned)
-        device = torch.device("cpu")
-        self.peak_memory, self.operators_ms = anatomy.profile_run(
-            lambda: anatomy.timed_step(lambda: masked_word_loss(self.model, batch), self.optimizer, device), device
-        )
-
-    def median_ms(self, phase: str, warm_up: int) -> float:
-        steps = self.steps[warm_up:] or self.steps
-        return statistics.median(getattr(step, f"{phase}_ms") for step in steps)
-
-    def loss(self, window: slice) -> float:
-        return statistics.fmean(step.loss for step in self.steps[window])
+        figures = {
+            "loss_start": statistics.fmean(losses[:window]),
+            "loss_end": statistics.fmean(losses[-window:]),
+            "held_out_loss_start": self.held_out_loss[0],
+            "held_out_loss_end": self.held_out_loss[-1],
+            **{f"{phase}_ms": statistics.median(getattr(step, f"{phase}_ms") for step in timed) for phase in PHASES},
+            "optimizer_states": measure.optimizer_state_bytes(self.optimizer),
+            "saved_activations": measure.saved_bytes(lambda: masked_word_loss(self.model, batch), owned),
+        }
+        peak_memory, operators_ms = anatomy.profile_run(lambda: self.step(batch), DEVICE)
+        return figures | {"peak_memory": peak_memory, "operators_ms": operators_ms}
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
@@ -206,60 +197,28 @@ def train(runs: list[Run], batches: list[Batch], held_out: Batch, seed: int, con
                 progress.update(tasks[run.name], advance=1, status=status)
         for run in runs:
             run.evaluate(held_out)
-    with console.status("measuring memory"):
-        for run in runs:
-            run.measure_memory(batches[-1])
-
-
-def summary(run: Run, options: argparse.Namespace) -> dict[str, Any]:
-    window = max(1, options.steps // 10)
-    warm_up = min(3, options.steps - 1)
-    return {
-        "loss_start": run.loss(slice(None, window)),
-        "loss_end": run.loss(slice(-window, None)),
-        "held_out_loss_start": run.held_out_loss[0],
-        "held_out_loss_end": run.held_out_loss[-1],
-        **{f"{phase}_ms": run.median_ms(phase, warm_up) for phase in PHASES},
-        "saved_activations": run.saved_activations,
-        "peak_memory": run.peak_memory,
-        "optimizer_states": run.optimizer_states,
-        "operators_ms": run.operators_ms,
-    }
-
-
-def speedup(base: float, value: float) -> str:
-    return f"{base / value:.2f}x"
-
-
-def change(base: float, value: float) -> str:
-    return f"{value / base - 1:+.1%}"
 
 
 def result_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     """A column a run; after the first, each figure beside how it compares with the first's."""
-
     table = Table("", title=title, title_justify="left")
     for name in summaries:
         table.add_column(name, justify="right")
 
-    def add(label: str, key: str, show: Callable[[float], str], judge: Callable[[float, float], str]) -> None:
-        base, *others = (figures[key] for figures in summaries.values())
-        table.add_row(label, show(base), *(f"{show(value)}  {judge(base, value)}" for value in others))
+    def add(show: Callable[[float], str], judge: Callable[[float, float], str], labels: dict[str, str]) -> None:
+        for key, label in labels.items():
+            base, *others = (figures[key] for figures in summaries.values())
+            table.add_row(label, show(base), *(f"{show(value)}  {judge(base, value)}" for value in others))
+        table.add_section()
 
-    losses = [("start", "loss_start"), ("end", "loss_end")]
-    losses += [("held out, start", "held_out_loss_start"), ("held out, end", "held_out_loss_end")]
-    for label, key in losses:
-        add(f"loss, {label}", key, "{:.3f}".format, lambda base, value: f"{value - base:+.3f}")
-    table.add_section()
-    for phase in PHASES:
-        add(f"{phase}, median", f"{phase}_ms", "{:.1f} ms".format, speedup)
-    table.add_section()
-    for label, key in (
-        ("saved activations", "saved_activations"),
-        ("optimizer states", "optimizer_states"),
-        ("peak memory over start", "peak_memory"),
-    ):
-        add(label, key, anatomy.format_bytes, change)
+    losses = {"loss_start": "loss, start", "loss_end": "loss, end"}
+    losses |= {f"held_out_{key}": label.replace("loss, ", "loss, held out, ") for key, label in losses.items()}
+    add("{:.3f}".format, lambda base, value: f"{value - base:+.3f}", losses)
+    phases = {f"{phase}_ms": f"{phase}, median" for phase in PHASES}
+    add("{:.1f} ms".format, lambda base, value: f"{base / value:.2f}x", phases)
+    memory = {key: key.replace("_", " ") for key in ("saved_activations", "optimizer_states")}
+    memory["peak_memory"] = "peak memory over start"
+    add(anatomy.format_bytes, lambda base, value: f"{value / base - 1:+.1%}", memory)
     return table
 
 
@@ -280,33 +239,25 @@ def plot(runs: list[Run], summaries: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = dict(zip(RUNS, ("#8a8f98", "#1a7f5a", "#c44e52"), strict=True))
-    styles = dict(zip(RUNS, ("-", "--", ":"), strict=True))
+    styles = (("-", "#8a8f98"), ("--", "#1a7f5a"), (":", "#c44e52"))
     phase_colours = {"forward": "#4c78a8", "backward": "#f2a541", "optimizer": "#b07aa1"}
     figure, (losses, times) = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=(3, 2), layout="constrained")
-    for run in runs:
+    for run, (line, colour) in zip(runs, styles, strict=True):
         values = [step.loss for step in run.steps]
         window = max(1, len(values) // 12)
         smooth = [statistics.fmean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
         steps = range(1, len(values) + 1)
-        losses.plot(steps, values, color=colours[run.name], alpha=0.3, linewidth=1)
-        losses.plot(steps, smooth, styles[run.name], color=colours[run.name], linewidth=2.2, label=run.name)
+        losses.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+        losses.plot(steps, smooth, line, color=colour, linewidth=2.2, label=run.name)
     losses.set(
         title="Masked words of the Python reference: training loss", xlabel="step", ylabel="cross entropy (nats)"
     )
     losses.legend(title=f"mean of {window} steps" if window > 1 else None, frameon=False)
     losses.grid(alpha=0.25)
-    bottom = [0.0] * len(runs)
+    bottom, names = [0.0] * len(runs), [run.name.replace(" + ", "\n+ ") for run in runs]
     for phase, colour in phase_colours.items():
         heights = [s[f"{phase}_ms"] for s in summaries]
-        times.bar(
-            [run.name.replace(" + ", "\n+ ") for run in runs],
-            heights,
-            bottom=bottom,
-            color=colour,
-            width=0.55,
-            label=phase,
-        )
+        times.bar(names, heights, bottom=bottom, color=colour, width=0.55, label=phase)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     for index, (top, medians) in enumerate(zip(bottom, summaries, strict=True)):
         label = f"{medians['step_ms']:.0f} ms"
@@ -355,10 +306,11 @@ def main(arguments: list[str] | None = None) -> int:
     picks = torch.arange(options.steps * options.batch_size).view(options.steps, -1) % len(training_rows)
     batches = [mask(rows[training_rows[p]], tokenizer, options.seed + 1 + i) for i, p in enumerate(picks)]
     models = (model, patched_model, copy.deepcopy(patched_model))
-    runs = [Run.start(name, each, options) for name, each in zip(RUNS, models, strict=True)]
+    runs = [Run(name, each, options) for name, each in zip(RUNS, models, strict=True)]
     train(runs, batches, held_out, options.seed, console)
 
-    summaries = {run.name: summary(run, options) for run in runs}
+    with console.status("measuring memory"):
+        summaries = {run.name: run.summary(batches[-1]) for run in runs}
     unpatched = summaries["unpatched"]
     shape = f"{options.batch_size} x {options.sequence_length}"
     title = f"{options.steps} steps of {shape} tokens on {torch.get_num_threads()} threads"
@@ -369,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"{len(unused)} patched modules ran their original code only: {', '.join(unused)}")
     plot(runs, list(summaries.values()), options.output / "losses.png")
     result = {
-        **header(torch.device("cpu")),
+        **header(DEVICE),
         "options": {**vars(options), "output": str(options.output)},
         "embedding_difference": difference,
         **{
