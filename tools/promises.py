@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,34 +26,29 @@ class Test(NamedTuple):
     needs_gpu: bool
 
 
-def _marks(expressions: list[ast.expr]) -> tuple[list[str], bool]:
-    """(names of promises, whether one is pytest.mark.gpu)."""
-    words = [ast.unparse(expression) for expression in expressions]
-    promises = [match[1] for word in words if (match := re.fullmatch(r"pytest\.mark\.promise\('(.+)'\)", word))]
-    return promises, "pytest.mark.gpu" in words
-
-
 def promises(tests: Path) -> dict[str, list[Test]]:
     """name of a promise -> the tests below the folder that hold it."""
     found: dict[str, list[Test]] = defaultdict(list)
     for path in sorted(tests.rglob("test_*.py")):
         file = path.relative_to(tests.parent).as_posix()
-        module = ast.parse(path.read_text())
-        whole = [
-            node.value
-            for node in module.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-        ]
-        expressions = [e for value in whole for e in (value.elts if isinstance(value, ast.List) else [value])]
-        names, file_needs_gpu = _marks(expressions)
-        for name in names:
-            found[name].append(Test(file, "", file_needs_gpu))
-        for node in module.body:
-            if isinstance(node, ast.FunctionDef):
-                names, needs_gpu = _marks(node.decorator_list)
-                for name in names:
-                    found[name].append(Test(file, node.name, needs_gpu or file_needs_gpu))
+        file_needs_gpu = False
+        for name, marks in _marked(ast.parse(path.read_text())):
+            needs_gpu = file_needs_gpu or "pytest.mark.gpu" in marks
+            file_needs_gpu = file_needs_gpu or (needs_gpu and not name)
+            for mark in marks:
+                if held := re.fullmatch(r"pytest\.mark\.promise\('(.+)'\)", mark):
+                    found[held[1]].append(Test(file, name, needs_gpu))
     return found
+
+
+def _marked(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """(name, marks) of each function of a file, after those of the file itself, whose name is ""."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            yield "", [ast.unparse(each) for each in getattr(node.value, "elts", [node.value])]
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, [ast.unparse(each) for each in node.decorator_list]
 
 
 def cell(tests: list[Test]) -> str:
@@ -83,10 +78,5 @@ def render(page: str, found: dict[str, list[Test]]) -> str:
     return LINE.sub(filled, page)
 
 
-def main() -> int:
-    PAGE.write_text(render(PAGE.read_text(), promises(ROOT / "tests")))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(render(PAGE.read_text(), promises(ROOT / "tests")))
