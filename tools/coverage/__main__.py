@@ -1,7 +1,7 @@
 """Sweeps every model type of transformers and writes a record and docs/coverage.md. See README.md.
 
-python -m tools.coverage --rows ROWS.jsonl [--retry] [TYPE ...]
-python -m tools.coverage --rows ROWS.jsonl --record benchmarks/results --page docs/coverage.md
+python -m tools.coverage --rows ROWS.jsonl [TYPE ...]
+python -m tools.coverage --rows ROWS.jsonl --record
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from onetrip import html, patch_model
-from onetrip.benchmarks.measure.results import SCHEMA, unwritable
+from onetrip.benchmarks.measure.results import SCHEMA
 from onetrip.environment import commit, header
 
 from .attention import modeling_files, survey
 from .check import TOO_LONG, check, limit
 from .page import page
 
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "coverage.md"
 SECONDS = 40
 """CPU time for one type, with all its runs."""
 
@@ -34,12 +36,10 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["type"]: row for row in map(json.loads, lines)}
 
 
-def sweep(path: Path, types: Sequence[str], retry: bool) -> None:
-    """Append a row per type that the file lacks. retry: also of those that did not run."""
-    done, at = read_rows(path), commit()
+def sweep(path: Path, types: Sequence[str]) -> None:
+    """Append a row per type."""
+    at = commit()
     for model_type in types:
-        if model_type in done and not (retry and done[model_type]["result"] == "not_run"):
-            continue
         for smallest in (False, True):
             with limit(SECONDS):
                 row = check(model_type, smallest)
@@ -92,30 +92,22 @@ def written(found: dict[str, Any]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="JSON lines; types in it are not run again")
-    parser.add_argument("--retry", action="store_true", help="run types again that did not run")
-    parser.add_argument(
-        "--record", type=Path, help="write DIR/transformers-VERSION.json from the rows; nothing is swept"
-    )
-    parser.add_argument("--page", type=Path, help="with --record: write the page too")
-    parser.add_argument("types", nargs="*", help="model types; all by default")
+    parser.add_argument("--rows", type=Path, required=True, help="JSON lines, a row for each type that ran")
+    parser.add_argument("--record", action="store_true", help="write record and page from the rows; nothing is swept")
+    parser.add_argument("types", nargs="*", help="model types to run, again too; by default those without a row")
     arguments = parser.parse_args(words)
-    if arguments.record is not None and (reason := unwritable(arguments.record)):
-        print(f"{parser.prog}: {reason}", file=sys.stderr)
-        return 2
     warnings.simplefilter("ignore")
     import transformers
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    types = arguments.types or sorted(transformers.CONFIG_MAPPING)
-    if arguments.record is None:
-        sweep(arguments.rows, types, arguments.retry)
+    registered, rows = sorted(transformers.CONFIG_MAPPING), read_rows(arguments.rows)
+    if not arguments.record:
+        sweep(arguments.rows, arguments.types or [each for each in registered if each not in rows])
         return 0
-    found = record(read_rows(arguments.rows), types)
-    html.write(arguments.record / f"transformers-{transformers.__version__}.json", written(found))
-    if arguments.page is not None:
-        html.write(arguments.page, page(found))
+    found = record(rows, registered)
+    html.write(RESULTS / f"transformers-{transformers.__version__}.json", written(found))
+    html.write(PAGE, page(found))
     return 0
 
 
