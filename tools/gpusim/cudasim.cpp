@@ -1,8 +1,8 @@
 // The scheduler of cudasim.h: fibers, barriers, shared memory.
 #include "cudasim.h"
 
+#include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -15,11 +15,12 @@
 #include <utility>
 #include <vector>
 #if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
+#else  // it need not be told which stack is in use
+#define __sanitizer_start_switch_fiber(...)
+#define __sanitizer_finish_switch_fiber(...)
 #endif
 
-#if defined(__x86_64__)
 // Saves the callee-saved registers and the stack pointer, and goes on where the other fiber left off. swapcontext also
 // switches the signal mask: a system call each time, ten times slower.
 extern "C" void cudasim_switch(void** from_stack, void* to_stack);
@@ -28,7 +29,6 @@ __asm__(
     "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
     "movq %rsp,(%rdi)\nmovq %rsi,%rsp\n"
     "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n");
-#endif
 
 namespace cudasim {
 namespace {
@@ -55,7 +55,6 @@ struct Copy {
 
 struct Fiber {
   void* stack_pointer = nullptr;
-  ucontext_t context;  // where there is no cudasim_switch
   char* stack = nullptr;
   size_t stack_bytes = kStackBytes;
   void* sanitizer_stack = nullptr;
@@ -123,28 +122,17 @@ Bytes new_shared(size_t bytes) {
 void fill_with_nan(void* memory, size_t bytes) { std::memset(memory, 0xFF, bytes); }
 
 void switch_to(Fiber& from, Fiber& to, bool last_time = false) {
-  static_cast<void>(last_time);
-#if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(last_time ? nullptr : &from.sanitizer_stack, to.stack, to.stack_bytes);
-#endif
-#if defined(__x86_64__)
   cudasim_switch(&from.stack_pointer, to.stack_pointer);
-#else
-  swapcontext(&from.context, &to.context);
-#endif
-#if defined(__SANITIZE_ADDRESS__)
   const void* stack = nullptr;
   size_t bytes = 0;
   __sanitizer_finish_switch_fiber(from.sanitizer_stack, &stack, &bytes);
-#endif
 }
 
 void fiber_main() {
-#if defined(__SANITIZE_ADDRESS__)
   const void* stack = nullptr;
   __sanitizer_finish_switch_fiber(nullptr, &stack, &scheduler.stack_bytes);
   scheduler.stack = static_cast<char*>(const_cast<void*>(stack));
-#endif
   kernel_body(kernel_context);
   running->state = State::kDone;
   switch_to(*running, scheduler, true);
@@ -163,22 +151,12 @@ void prepare(Fiber& fiber) {
     if (stack == MAP_FAILED) fail("no memory for a stack");
     fiber.stack = static_cast<char*>(stack);
   }
-#if defined(__SANITIZE_ADDRESS__)
-  __asan_unpoison_memory_region(fiber.stack, kStackBytes);  // red zones of the thread that ran here before
-#endif
-#if defined(__x86_64__)
+  ASAN_UNPOISON_MEMORY_REGION(fiber.stack, kStackBytes);  // red zones of the thread that ran here before
   void** top = reinterpret_cast<void**>(fiber.stack + kStackBytes);
   *--top = nullptr;  // keeps the stack aligned as the ABI has it at a function's entry
   *--top = reinterpret_cast<void*>(&fiber_main);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   fiber.stack_pointer = top;
-#else
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack;
-  fiber.context.uc_stack.ss_size = kStackBytes;
-  fiber.context.uc_link = nullptr;
-  makecontext(&fiber.context, &fiber_main, 0);
-#endif
   fiber.state = State::kReady;
   fiber.arrived_at_cluster = false;
   fiber.open_group.clear();

@@ -6,6 +6,7 @@ A case is what one launcher call needs: numbers, input tensors, and the shapes a
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -107,6 +108,8 @@ class SimulatorFailure(AssertionError):
 
 def missing_tool() -> str | None:
     """Why the simulator cannot be built here, or None."""
+    if platform.machine() != "x86_64":
+        return "the simulator's fibers are switched by x86-64 assembly"
     if shutil.which("g++") is None:
         return "no g++"
     if cuda_includes() is None:
