@@ -13,6 +13,8 @@
 // Every tensor is an allocation of its own, so that AddressSanitizer sees each access past either end. Inputs must be
 // unchanged afterwards, and outputs the same bits under every order. The launcher's code is printed, one line a case.
 #pragma once
+#include <sanitizer/asan_interface.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -20,14 +22,12 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cudasim.h"
 #include "launch.h"
 #include "machine_driver.h"
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
 
 namespace {
 
@@ -37,17 +37,13 @@ class Tensor {
  public:
   Tensor(size_t bytes, size_t shift) : bytes_(bytes), shift_(shift) {
     if (posix_memalign(&memory_, 64, shift + bytes) != 0) std::abort();
-#if defined(__SANITIZE_ADDRESS__)
-    __asan_poison_memory_region(memory_, shift / 8 * 8);
-#endif
+    ASAN_POISON_MEMORY_REGION(memory_, shift / 8 * 8);
     fill_with_nan();
   }
   Tensor(const Tensor&) = delete;
   Tensor& operator=(const Tensor&) = delete;
   ~Tensor() {
-#if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(memory_, shift_);
-#endif
+    ASAN_UNPOISON_MEMORY_REGION(memory_, shift_);
     std::free(memory_);
   }
   char* data() const { return static_cast<char*>(memory_) + shift_; }
@@ -58,6 +54,13 @@ class Tensor {
  private:
   void* memory_ = nullptr;
   size_t bytes_, shift_;
+};
+
+// Memory of so many floats; null where they are none.
+class Workspace : public Tensor {
+ public:
+  explicit Workspace(int64_t n_floats) : Tensor(static_cast<size_t>(n_floats) * sizeof(float), 0) {}
+  float* floats() const { return bytes() != 0 ? reinterpret_cast<float*>(data()) : nullptr; }
 };
 
 struct Case {
@@ -83,11 +86,20 @@ struct Case {
   onetrip::DType dtype(const std::string& name) const { return static_cast<onetrip::DType>(integer(name)); }
 };
 
-onetrip::Dropout dropout_of(const Case& c) {
-  return {static_cast<uint32_t>(c.integer("dropout.threshold")), c.number("dropout.scale"),
-          static_cast<uint64_t>(c.integer("dropout.seed")), static_cast<uint64_t>(c.integer("dropout.offset")),
-          reinterpret_cast<const int64_t*>(c.tensor("dropout.state"))};
+// A field of a launcher's arguments from the tensor or the number of its name; null or 0 where the case has none.
+template <typename Field>
+void set(Field& field, const Case& c, const std::string& name) {
+  if constexpr (std::is_pointer_v<Field>) {
+    field = reinterpret_cast<Field>(c.tensor(name));
+  } else if constexpr (std::is_floating_point_v<Field>) {
+    field = c.number(name);
+  } else {
+    field = static_cast<Field>(c.integer(name));
+  }
 }
+#define SET(field) set(args.field, c, #field)
+#define SET_DROPOUT() \
+  SET(dropout.threshold), SET(dropout.scale), SET(dropout.seed), SET(dropout.offset), SET(dropout.state)
 
 int launch(const Case& c);  // of the family: returns the launcher's code
 

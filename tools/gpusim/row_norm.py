@@ -82,7 +82,8 @@ class Call(RowsCall):
 
     def _numbers(self) -> dict[str, float]:
         plan = self.plan()
-        parameter = DTYPE_CODES[self.parameter_dtype]
+        dtypes = {"x": self.pair[0], "residual": self.pair[1], "z": plan.z_dtype, "n": plan.n_dtype, "y": plan.y_dtype}
+        dtypes |= dict.fromkeys(("bias", "weight", "norm_bias"), self.parameter_dtype)
         stride = self.n_cols + self.row_padding
         numbers: dict[str, float] = {
             "n_rows": self.n_rows,
@@ -91,17 +92,10 @@ class Call(RowsCall):
             "eps": plan.eps,
             "weight_offset": plan.weight_offset,
             "center_z": int(plan.center_z),
-            "n_dtype": DTYPE_CODES[plan.n_dtype],
-            "x_dtype": DTYPE_CODES[self.pair[0]],
-            "residual_dtype": DTYPE_CODES[self.pair[1]],
-            "z_dtype": DTYPE_CODES[self.pair[1]],
-            "y_dtype": DTYPE_CODES[plan.y_dtype],
-            "bias_dtype": parameter,
-            "weight_dtype": parameter,
-            "norm_bias_dtype": parameter,
             "copies": int(self.copies),
             "gpu_independent": int(self.gpu_independent),
         }
+        numbers |= {f"{name}_dtype": DTYPE_CODES[dtype] for name, dtype in dtypes.items()}
         numbers |= {f"{name}_row_stride": stride for name in ("x", "residual", "dy", "dz", "z")}
         return numbers | self.common_numbers()
 
