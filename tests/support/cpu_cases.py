@@ -12,6 +12,7 @@ import torch
 from onetrip import use_backend
 from onetrip.ops.common.backends import native
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
+from tolerances import bits
 from torch import Tensor
 from triton_runner import RUNS_TRITON
 
@@ -45,7 +46,7 @@ def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 @contextmanager
