@@ -15,36 +15,29 @@ COLUMNS = {"eager": "eager", "patched": "patched", "patched_adamw8bit": "patched
 BYTES = ("weights", "gradients", "optimizer_states", "saved_activations", "temporaries", "peak")
 
 
-def _table(head: str, rows: list[tuple[str, list[str]]]) -> str:
+def _table(head: str, columns: list[dict[str, float]], unit: float) -> str:
+    """A row for each name, in the order of the first column that has it."""
     lines = [f"| {head} | {' | '.join(COLUMNS.values())} |", "|---|" + "---:|" * len(COLUMNS)]
-    return "\n".join(lines + [f"| {name} | {' | '.join(values)} |" for name, values in rows]) + "\n"
-
-
-def _per_class(measured: list[dict[str, Any]], unit: float) -> list[tuple[str, list[str]]]:
-    """A row for each class of operator, in the order of the first column that has it."""
-    names = dict.fromkeys(name for column in measured for name in column)
-    return [(name, [f"{column[name] / unit:,.1f}" if name in column else "" for column in measured]) for name in names]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [f"{column[name] / unit:,.1f}" if name in column else "" for column in columns]
+        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(values)} |")
+    return "\n".join(lines) + "\n"
 
 
 def tables() -> str:
     record = json.loads(RECORD.read_text())
     options, machine = record["options"], record["machine"]
-    measured = [record["columns"][name]["measured"] for name in COLUMNS]
-    sizes = [(name.replace("_", " "), [f"{column[name] / 1e6:,.1f}" for column in measured]) for name in BYTES]
-    saved = _per_class([column["saved"]["by_operator_class"] for column in measured], 1e6)
-    phases = [(phase, [f"{column['ms'][phase]['median']:,.1f}" for column in measured]) for phase in measured[0]["ms"]]
-    operators = _per_class([column["operators_ms"] for column in measured], 1.0)
+    columns: list[dict[str, Any]] = [record["columns"][name]["measured"] for name in COLUMNS]
     shape = f"batch {options['batch_size']} x {options['sequence_length']} tokens, {options['dtype']}"
     where = f"{machine['cpu']}, {machine['torch_threads']} threads; torch {record['versions']['torch']}"
-    return "\n".join(
-        [
-            f"{options['model']}, {shape}; {where}; recorded on {record['date'][:10]}.\n",
-            _table("MB held", sizes),
-            _table("MB saved for backward, by class of operator", saved),
-            _table("milliseconds, median", phases),
-            _table("milliseconds, by class of operator, one profiled step", operators),
-        ]
-    )
+    tables = [
+        ("MB held", [{name: c[name] for name in BYTES} for c in columns], 1e6),
+        ("MB saved for backward, by class of operator", [c["saved"]["by_operator_class"] for c in columns], 1e6),
+        ("milliseconds, median", [{phase: ms["median"] for phase, ms in c["ms"].items()} for c in columns], 1.0),
+        ("milliseconds, by class of operator, one profiled step", [c["operators_ms"] for c in columns], 1.0),
+    ]
+    heading = f"{options['model']}, {shape}; {where}; recorded on {record['date'][:10]}.\n"
+    return "\n".join([heading, *(_table(*each) for each in tables)])
 
 
 def page(text: str) -> str:

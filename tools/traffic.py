@@ -1,6 +1,6 @@
 """Counts the bytes that patched and unpatched models read and write in a training step, and records the ratios.
 
-    python -m tools.traffic --output benchmarks/results/traffic.json
+    python -m tools.traffic
 
 The six model shapes of benchmarks/suites/default_patch.py, one with low-rank adapters (PEFT) on all linear layers, and
 a mixture of experts, bfloat16, train mode; the six also with float32 weights under autocast (Trainer's bf16=True).
@@ -11,7 +11,6 @@ See docs/anatomy.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 from contextlib import nullcontext
 from functools import partial
@@ -30,6 +29,7 @@ from onetrip.patching.model import PATTERNS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+RECORD = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "traffic.json"
 BY_NAME = (*PATTERNS, "linear_cross_entropy")
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -116,17 +116,13 @@ def record(device_types: tuple[str, ...] = ("cpu", "cuda")) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="file to write; standard output has the ratios in any case")
-    options = parser.parse_args()
     result = record()
     for device_type, shapes in result["traffic"].items():
         for shape, found in shapes.items():
             megabytes = found["unpatched"]["outside"] / 1e6
             ratios = ", ".join(f"{way} {ratio:.2f}" for way, ratio in found["ratios"].items())
             print(f"{device_type:5}{shape:22}{megabytes:8.1f} MB outside products; patched over it: {ratios}")
-    if options.output is not None:
-        write(options.output, json.dumps(result, indent=1) + "\n")
+    write(RECORD, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
