@@ -49,7 +49,7 @@ def compiled_once(target: Path, command: Sequence[str]) -> Path:
 def build_machine(kind: str, *flags: str) -> Path:
     """The emulator of machine.h, compiled without sanitizers, under build/ by the hash of its sources. kind: the end of
     its name; flags: what makes it that."""
-    flags = ("-std=c++17", "-O3", "-fPIC", "-frounding-math", "-ffp-contract=off", *flags)
+    flags = ("-std=c++20", "-O3", "-fPIC", "-frounding-math", "-ffp-contract=off", *flags)
     sources = sorted(EMULATOR.glob("machine*.cpp"))
     digest = digest_of(flags, [*sources, *EMULATOR.glob("machine*.h")])
     return compiled_once(BUILD / f"machine-{digest}.{kind}", ["g++", *flags, *map(str, sources), "-o"])

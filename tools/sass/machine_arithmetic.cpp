@@ -68,30 +68,17 @@ class Rounding {
 };
 
 uint32_t bf16_of(float x) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, &x, 4);
+  const auto bits = std::bit_cast<uint32_t>(x);
   return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-uint32_t f16_of(float x) {
-  const auto half = static_cast<_Float16>(x);
-  uint16_t bits = 0;
-  std::memcpy(&bits, &half, 2);
-  return x != x ? 0x7FFF : bits;
-}
-float from_f16(uint32_t bits) {
-  _Float16 half;
-  const auto low = static_cast<uint16_t>(bits);
-  std::memcpy(&half, &low, 2);
-  return static_cast<float>(half);
-}
+uint32_t f16_of(float x) { return x != x ? 0x7FFF : std::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
+float from_f16(uint32_t bits) { return static_cast<float>(std::bit_cast<_Float16>(static_cast<uint16_t>(bits))); }
 
 // The half that begins at bit `shift` of a register with two of them; .H0_H0 and .H1_H1 are one half twice.
 float half(const Thread& t, const Instruction& i, const Operand& o, int shift) {
   if (o.kind != Operand::kRegister || o.absolute || (o.is_part() && o.n_bits != 16)) fail("a pair of halves");
   const uint32_t bits = t.reg(o.index) >> (o.is_part() ? o.first_bit : shift) & 0xFFFF;
-  float value = from_f16(bits);
-  const uint32_t wide = bits << 16;
-  if (i.is(kBF16_V2)) std::memcpy(&value, &wide, 4);
+  const float value = i.is(kBF16_V2) ? std::bit_cast<float>(bits << 16) : from_f16(bits);
   return o.negative ? -value : value;
 }
 
@@ -371,22 +358,15 @@ void add_arithmetic(Handlers& table) {
        }}},
       {"HSETP2", {"BF16_V2 LT EQ LE GT NE GE LTU EQU LEU GTU NEU GEU AND", compare_halves}},
       {"FSEL", {"", [](T& t, const I& i) {  // a NaN stays as it is
-         const float value = t.f(i[t.p(i[3]) ? 1 : 2]);
-         uint32_t bits = 0;
-         std::memcpy(&bits, &value, 4);
-         t.set(i[0], bits);
+         t.set(i[0], std::bit_cast<uint32_t>(t.f(i[t.p(i[3]) ? 1 : 2])));
        }}},
       {"FMNMX", {"FTZ NAN XORSIGN", float_extreme}},
       {"FCHK", {"", [](T& t, const I& i) { t.set_p(i[0], needs_care(t.f(i[1]), t.f(i[2]))); }}},
       {"MUFU", {"EX2 LG2 RCP RSQ SQRT RCP64H RSQ64H", [](T& t, const I& i) {
          if (!i.is(kRCP64H) && !i.is(kRSQ64H)) return t.set(i[0], approximate(i, t.f(i[1])));
-         const uint64_t bits = uint64_t{t.u(i[1])} << 32;  // of the high word, the high word
-         double value = 0;
-         std::memcpy(&value, &bits, 8);
-         value = i.is(kRCP64H) ? 1 / value : 1 / std::sqrt(value);
-         uint64_t result = 0;
-         std::memcpy(&result, &value, 8);
-         t.set(i[0], static_cast<uint32_t>(result >> 32));
+         const auto value = std::bit_cast<double>(uint64_t{t.u(i[1])} << 32);  // of the high word, the high word
+         const double result = i.is(kRCP64H) ? 1 / value : 1 / std::sqrt(value);
+         t.set(i[0], static_cast<uint32_t>(std::bit_cast<uint64_t>(result) >> 32));
        }}},
       {"F2FP", {"BF16 F16 F32 PACK_AB", [](T& t, const I& i) {
          const auto convert = i.is(kBF16) ? bf16_of : f16_of;

@@ -188,9 +188,7 @@ void move_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
     Thread t{warp, lane};
     for (unsigned matrix = 0; matrix < n_matrices; ++matrix) {
       const int index = first.index + static_cast<int>(matrix);
-      uint16_t both[2];
-      const uint32_t stored = kStores ? t.reg(index) : 0;
-      std::memcpy(both, &stored, 4);
+      auto both = std::bit_cast<std::array<uint16_t, 2>>(kStores ? t.reg(index) : 0);
       for (unsigned half = 0; half < 2; ++half) {
         const unsigned along = lane % 4 * 2 + half, across = lane / 4;
         uint8_t* const number = rows[8 * matrix + (i.is(kMT88) ? along : across)] + 2 * (i.is(kMT88) ? across : along);
@@ -200,9 +198,7 @@ void move_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
           std::memcpy(&both[half], number, 2);
         }
       }
-      uint32_t loaded = 0;
-      std::memcpy(&loaded, both, 4);
-      if (!kStores) t.set(first.kind, index, loaded);
+      if (!kStores) t.set(first.kind, index, std::bit_cast<uint32_t>(both));
     }
   }
 }
@@ -355,10 +351,7 @@ void add_control_and_memory(Handlers& table) {
       {"R2UR", {"", agreed<move>}},
       {"MOV", {"", move}},
       {"LDC", {"U8 S8 U16 S16 64", [](T& t, const I& i) {
-         uint8_t bytes[16] = {};
-         const uint64_t value = t.constant(i[1], size_of(i));
-         std::memcpy(bytes, &value, 8);
-         load(t, i, i[0], bytes);
+         load(t, i, i[0], std::bit_cast<std::array<uint8_t, 8>>(t.constant(i[1], size_of(i))).data());
        }}},
       {"LDG", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }}},
       {"LD", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.global(t.address(i[1]), size_of(i))); }}},

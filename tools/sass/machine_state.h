@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -184,10 +185,7 @@ struct Thread {
   }
   float signed_f(const Operand& o) const {  // before |.| and -
     if (o.kind == Operand::kNumber && o.is_decimal) return static_cast<float>(o.number);
-    const uint32_t bits = plain(o);
-    float value = 0;
-    std::memcpy(&value, &bits, 4);
-    return value;
+    return std::bit_cast<float>(plain(o));
   }
   float f(const Operand& o) const { return with_signs(o, signed_f(o)); }
   template <typename Float>
@@ -196,15 +194,11 @@ struct Thread {
     return o.negative ? -value : value;
   }
   double d(const Operand& o) const {
-    double value = 0;
     if (o.kind == Operand::kNumber) {
-      value = o.number;
       if (!o.is_decimal) fail("a double in hexadecimal");
-    } else {
-      const uint64_t bits = o.kind == Operand::kConstant ? constant(o, 8) : pair(o.kind, o.index);
-      std::memcpy(&value, &bits, 8);
+      return with_signs(o, o.number);
     }
-    return with_signs(o, value);
+    return with_signs(o, std::bit_cast<double>(o.kind == Operand::kConstant ? constant(o, 8) : pair(o.kind, o.index)));
   }
   bool p(const Operand& o) const {
     if (o.kind != Operand::kPredicate && o.kind != Operand::kUniformPredicate) fail("operand " + o.name + " as a bool");
@@ -229,16 +223,8 @@ struct Thread {
     if (o.index == (o.kind == Operand::kUniform ? kUniformZero : kZero)) return;
     set(o.kind, o.index, static_cast<uint32_t>(value)), set(o.kind, o.index + 1, static_cast<uint32_t>(value >> 32));
   }
-  void set(const Operand& o, float value) {
-    uint32_t bits = kNan;
-    if (value == value) std::memcpy(&bits, &value, 4);
-    set(o, bits);
-  }
-  void set(const Operand& o, double value) {
-    uint64_t bits = 0;
-    std::memcpy(&bits, &value, 8);
-    set64(o, bits);
-  }
+  void set(const Operand& o, float value) { set(o, value == value ? std::bit_cast<uint32_t>(value) : kNan); }
+  void set(const Operand& o, double value) { set64(o, std::bit_cast<uint64_t>(value)); }
   void set_p(const Operand& o, bool value) {
     uint8_t& all = o.kind == Operand::kPredicate ? warp.p[lane] : warp.up;
     if (o.kind != Operand::kPredicate && o.kind != Operand::kUniformPredicate) fail("no predicate to write");
