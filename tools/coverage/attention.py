@@ -19,7 +19,6 @@ from onetrip.patching.attention import SoftmaxRegions, read_attention
 from onetrip.patching.attention.eager import EagerFunction, read_eager_function
 from onetrip.patching.attention.interface import read_interface
 from onetrip.patching.report import Unsuitable
-from rich.progress import track
 
 EAGER = "eager_attention_forward"
 
@@ -32,7 +31,7 @@ def modeling_files() -> list[Path]:
 
 def _modules(files: list[Path], not_imported: dict[str, str]) -> Iterator[tuple[str, ModuleType]]:
     """(folder, module) of each; why one cannot be imported here goes to not_imported."""
-    for file in track(files, description="reading", transient=True):
+    for file in files:
         name = f"transformers.models.{file.parent.name}.{file.stem}"
         try:
             yield file.parent.name, importlib.import_module(name)

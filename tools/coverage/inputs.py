@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .tiny import VOCABULARY
 
@@ -246,25 +247,13 @@ def seed() -> None:
     random.seed(0)
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Floating-point tensors of an output."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
-
-
 def run(model: Any, inputs: Inputs) -> dict[str, Tensor]:
     """Outputs and all gradients of one forward and backward."""
     model.zero_grad(set_to_none=True)
     seed()
     copies = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    outputs = list(tensors(model(**copies)))
+    leaves = tree_leaves(model(**copies))
+    outputs = [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
     loss = sum(
         (each * torch.cos(torch.arange(each.numel(), dtype=each.dtype)).view(each.shape)).sum()
         for each in outputs

@@ -15,9 +15,9 @@ dropout with an addition counts as a sum, since its norm may still be called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from onetrip import ops
 from torch import Tensor, nn
@@ -111,16 +111,6 @@ class _Tracer(TorchFunctionMode):
                     break
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def trace(model: nn.Module, forward: Callable[[], Any]) -> list[Pair]:
     """The pairs that forward(), which calls the model, shows. No hooks are used: rewritten forwards heed hooks."""
     tracer = _Tracer(model)
@@ -138,6 +128,7 @@ def trace(model: nn.Module, forward: Callable[[], Any]) -> list[Pair]:
         tracer.mark(tracer.sums, result, tracer.stack[-1])
         return result
 
-    with _replaced(nn.Module, "__call__", traced_call), _replaced(ops, "bias_dropout_residual", traced_sum), tracer:
+    call_is_traced = patch.object(nn.Module, "__call__", traced_call)
+    with call_is_traced, patch.object(ops, "bias_dropout_residual", traced_sum), tracer:
         forward()
     return tracer.pairs
