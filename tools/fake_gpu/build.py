@@ -4,20 +4,17 @@ CUDA kernels on the simulator of tools/gpusim. Triton runs what it compiles for 
 from __future__ import annotations
 
 import os
-import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pybind11
 import torch
 
 from ..gpusim import harness
 from ..gpusim.harness import RUNTIME, compiled, simulator_sources
 from ..sass.cuda_compile import CSRC, ROOT, SIMULATOR, simulator_flags
-from ..sass.emulator import BUILD, compiled_once, digest_of
+from ..sass.emulator import BUILD, compiled_once, digest_of, python_flags
 
 FAKE_GPU = Path(__file__).resolve().parent
-PYTHON = (f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")
 
 
 def missing_tool() -> str | None:
@@ -30,7 +27,7 @@ def missing_tool() -> str | None:
 def _native_library(folder: Path) -> Path:
     sources = [CSRC / "bindings.cpp", *sorted((CSRC / "cuda").glob("*.cu")), *sorted((CSRC / "cpu").glob("*.cpp"))]
     sources += [*(SIMULATOR / f"{name}.cpp" for name in RUNTIME), FAKE_GPU / "native_runtime.cpp"]
-    flags = [*simulator_flags(), *PYTHON, "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DONETRIP_WITH_CUDA"]
+    flags = [*simulator_flags(), *python_flags(), "-fopenmp", "-fvisibility=hidden", "-DONETRIP_WITH_CUDA"]
     flags += ["-DONETRIP_LEVEL=baseline", '-DONETRIP_CUDA_ARCHS_BUILT="7.0 8.0 9.0"']
     headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh"), *simulator_sources()]
 
@@ -46,7 +43,7 @@ def _native_library(folder: Path) -> Path:
 
 def _torch_device(folder: Path) -> Path:
     of_torch = Path(torch.__file__).parent
-    flags = ["-std=c++20", "-O1", "-fPIC", "-w", *PYTHON]
+    flags = ["-std=c++20", "-O1", "-w", *python_flags()]
     flags += [f"-isystem{of_torch / 'include' / name}" for name in ("", "torch/csrc/api/include")]
     libraries = [f"-L{of_torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{of_torch / 'lib'}"]
     device = compiled(FAKE_GPU / "torch_device.cpp", [*flags, f"-DTORCH={torch.__version__}"], FAKE_GPU.glob("*.h"))

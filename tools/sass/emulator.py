@@ -1,4 +1,4 @@
-"""Builds the emulator of machine.h: an object for the simulator's drivers, or a shared library."""
+"""Builds the emulator of machine.h: an object for the simulator's drivers, or a module of Python."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -46,10 +47,17 @@ def compiled_once(target: Path, command: Sequence[str]) -> Path:
     return made_once(target, make)
 
 
+def python_flags() -> list[str]:
+    """Flags of g++ for the sources of a module of Python."""
+    import pybind11
+
+    return ["-fPIC", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
+
+
 def build_machine(kind: str, *flags: str) -> Path:
     """The emulator of machine.h, compiled without sanitizers, under build/ by the hash of its sources. kind: the end of
     its name; flags: what makes it that."""
     flags = ("-std=c++20", "-O3", "-fPIC", "-frounding-math", "-ffp-contract=off", *flags)
     sources = sorted(EMULATOR.glob("machine*.cpp"))
-    digest = digest_of(flags, [*sources, *EMULATOR.glob("machine*.h")])
+    digest = digest_of(flags, [*EMULATOR.glob("*.cpp"), *EMULATOR.glob("*.h")])
     return compiled_once(BUILD / f"machine-{digest}.{kind}", ["g++", *flags, *map(str, sources), "-o"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import struct
@@ -22,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from .emulator import build_machine, made_once
+from .emulator import EMULATOR, build_machine, made_once, python_flags
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "triton_machine"
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -40,30 +41,15 @@ def missing_tool() -> str | None:
     return None if NVDISASM.exists() else "triton's wheel has no nvdisasm"
 
 
-class _Launch(ctypes.Structure):
-    """machine::Launch."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("cluster", ctypes.c_uint),
-        ("dynamic_shared", ctypes.c_size_t),
-        ("parameters", ctypes.c_char_p),
-        ("parameter_bytes", ctypes.c_size_t),
-    ]
-
-
 @functools.cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build_machine("so", "-shared")))
-    for function in (library.machine_load, library.machine_run):
-        function.restype = ctypes.c_char_p
-    return library
-
-
-def _check(error: bytes | None) -> None:
-    if error is not None:
-        raise RuntimeError(error.decode())
+def _machine() -> Any:
+    """The emulator as a module."""
+    library = build_machine("so", "-shared", *python_flags(), str(EMULATOR / "python_module.cpp"))
+    spec = importlib.util.spec_from_file_location("machine", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Kernel:
@@ -80,13 +66,10 @@ class Kernel:
                 subprocess.run([str(NVDISASM), "-c", "-ndf", str(folder / "cubin")], stdout=file, check=True)
 
         folder = made_once(BUILD / f"{name}-{hashlib.sha256(cubin).hexdigest()[:16]}", make)
-        files = (str(folder / part).encode() for part in ("cubin", "disassembly"))
-        self._program = ctypes.c_void_p()
-        _check(_library().machine_load(*files, ctypes.byref(self._program)))
+        self._program = _machine().Program(str(folder / "cubin"), str(folder / "disassembly"))
 
     def run(self, grid: tuple[int, int, int], n_threads: int, parameters: bytes) -> None:
-        launch = _Launch(grid, (n_threads, 1, 1), 1, self.shared_bytes, parameters, len(parameters))
-        _check(_library().machine_run(self._program, self.name.encode(), ctypes.byref(launch), ORDER))
+        self._program.run(self.name, grid, n_threads, self.shared_bytes, parameters, ORDER)
 
 
 _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I"}
