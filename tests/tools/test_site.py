@@ -65,17 +65,11 @@ def test_search_works_without_a_server(site: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_api_page_has_every_public_name(site: Path) -> None:
-    import onetrip
-
+def test_the_api_page_has_every_name_that_its_source_lists(site: Path) -> None:
+    """tests/docs/test_api_page.py holds that these are all public names."""
     html = (site / "api.html").read_text()
-    names = [
-        f"onetrip.{module}.{name}" for module in ("ops", "nn", "optim") for name in getattr(onetrip, module).__all__
-    ]
-    names += [f"onetrip.patching.{name}" for name in onetrip.patching.__all__ if name != "PATTERNS"]
-    names += [f"onetrip.{name}" for name in ("available_backends", "set_backend", "use_backend")]
-    in_module = {name: f"{name}.{name.rsplit('.', 1)[1]}" for name in names}  # softmax of the module softmax
-    assert not [name for name in names if f'id="{name}"' not in html and f'id="{in_module[name]}"' not in html]
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert len(names) > 30 and not [name for name in names if f'id="{name}"' not in html]
     assert "doc-module" not in html  # a module of a function's name hides it
     assert "Draws (seed, offset)" in html or "draws (seed, offset)" in html  # the docstrings are there
 
