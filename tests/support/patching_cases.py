@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from onetrip.patching import calls, links
+from onetrip.patching import calls, links, patch_model
 from onetrip.patching.source import parse
 from outcomes import Outcome, assert_agree, outcome, parameter_gradients, patched_pair
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
 compiles_transformers = pytest.mark.skipif(
@@ -454,6 +455,20 @@ class NormBlock(nn.Module):
 class Direct(NormBlock):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def checkpointed(module: nn.Module, use_reentrant: bool) -> nn.Module:
+    """The module, whose forward runs again in backward."""
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=use_reentrant)
+    return module
+
+
+def assert_compiles(model: nn.Module, *given: Any, compute: Callable[..., Any] = outcome, **options: Any) -> None:
+    """The model, patched and compiled without a break in its graph, computes what it computes unpatched."""
+    expected = compute(model, *given)
+    patch_model(model, **options)
+    torch._dynamo.reset()
+    assert_agree(compute(torch.compile(model, backend="aot_eager", fullgraph=True), *given), expected)
 
 
 def step(model: nn.Module, x: Tensor) -> Outcome:

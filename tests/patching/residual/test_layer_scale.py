@@ -11,9 +11,9 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
 from outcomes import assert_agree, outcome
-from patching_cases import WIDTH, randomised
+from patching_cases import WIDTH, assert_compiles, checkpointed, randomised, written
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional  # noqa: F401 (a forward reads it)
 
 ONLY = ("layer_scale",)
 N_ROWS = 2 * WIDTH
@@ -188,15 +188,8 @@ def test_frozen_parameters(frozen: str, rows: Tensor) -> None:
 def test_checkpointed(use_reentrant: bool, rows: Tensor) -> None:
     original, model, _ = pair(Layer)
 
-    class Checkpointed(nn.Module):
-        def __init__(self, layer: Layer) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Any:
-            return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=use_reentrant)
-
-    assert_agree(outcome(Checkpointed(model), rows), outcome(Checkpointed(original), rows))
+    expected, found = (outcome(checkpointed(each, use_reentrant), rows) for each in (original, model))
+    assert_agree(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -235,47 +228,28 @@ def test_a_frozen_weight_is_not_multiplied(rows: Tensor) -> None:
 
 
 def test_compiles_without_a_break(rows: Tensor) -> None:
-    original, model, _ = pair(Layer)
-    expected = outcome(original, rows)
-    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), rows), expected)
+    assert_compiles(randomised(Layer()).train(), rows)
 
 
-class Kept(Layer):
-    """Something else reads what is to be multiplied."""
-
-    def forward(self, h: Tensor) -> Any:
-        y, _ = self.attention(h)
-        z = self.scale_1(y)
-        return z + y
-
-
-class Written(Layer):
-    """The linear layer may not run later: what it reads is written to."""
-
-    def forward(self, h: Tensor) -> Any:
+OTHERS = {
+    "something else reads what is to be multiplied": "y, _ = self.attention(h); z = self.scale_1(y); return z + y",
+    "what the linear layer reads is written to": """
         x = torch.sin(h)
         y = self.mlp(x)
         x.zero_()
         y = self.scale_1(y)
-        return y + h
-
-
-class Dropped(Layer):
-    """By a function, whose p may change from call to call."""
-
-    def forward(self, h: Tensor) -> Any:
+        return y + h""",
+    "a dropout whose p may change from call to call": """
         y = self.mlp(h)
         y = functional.dropout(y, p=0.5, training=self.training)
         y = self.scale_1(y)
-        return y + h
-
-
-class Looped(Layer):
-    def forward(self, h: Tensor) -> Any:
+        return y + h""",
+    "in a loop": """
         for _ in range(2):
             y = self.mlp(h)
             h = self.scale_1(y)
-        return h
+        return h""",
+}
 
 
 class Shifted(Vector):
@@ -286,7 +260,7 @@ class Shifted(Vector):
 def test_other_layers_are_no_sites() -> None:
     layer = Layer()
     layer.scale_1 = layer.scale_2 = Shifted()
-    for each in (Kept(), Written(), Dropped(), Looped(), layer):
+    for each in (layer, *(written(Layer, body, globals(), "h")() for body in OTHERS.values())):
         assert not patch_model(each, patterns=ONLY).patched
     excluded = Layer()
     assert not patch_model(excluded, patterns=ONLY, exclude=["attention", "mlp.down"]).patched
