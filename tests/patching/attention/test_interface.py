@@ -13,7 +13,7 @@ from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import verify
 from onetrip.patching.attention.eager import EagerFunction, read_eager_function
 from onetrip.patching.report import Unsuitable
-from outcomes import Outcome, assert_equal, loss_outcome
+from outcomes import Outcome, assert_equal, loss_outcome, parameter_gradients, patch_and_compare
 from patching_cases import (
     COMMON,
     DECODER,
@@ -24,6 +24,7 @@ from patching_cases import (
     VIT,
     WHISPER,
     Case,
+    assert_compiles,
     image,
     padded_text,
     speech,
@@ -151,22 +152,15 @@ def test_output_attentions_are_eager_s_and_can_be_differentiated(name: str) -> N
     if name == "t5":
         inputs["decoder_input_ids"] = token_ids(seed=1)
 
-    def weights() -> tuple[list[Tensor], list[Tensor | None]]:
+    def weights() -> Outcome:
         output = model(**inputs, output_attentions=True)
         found = [w for key in ("attentions", "decoder_attentions", "cross_attentions") for w in output.get(key) or ()]
-        model.zero_grad(set_to_none=True)
+        assert len(found) >= 2
+        model.zero_grad()
         sum((w * w).sum() for w in found).backward()
-        return [w.detach() for w in found], [p.grad for p in model.parameters()]
+        return {str(i): w.detach() for i, w in enumerate(found)} | parameter_gradients(model)
 
-    expected, expected_gradients = weights()
-    patch_model(model, patterns=[PATTERN])
-    actual, gradients = weights()
-    assert len(actual) == len(expected) >= 2
-    torch.testing.assert_close(actual, expected)
-    for ours, theirs in zip(gradients, expected_gradients, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs)
+    patch_and_compare(model, weights, patterns=[PATTERN])
 
 
 def test_sdpa_without_dropout_is_left_alone_unless_asked_for() -> None:
@@ -283,20 +277,9 @@ def test_autocast_gives_eager_s_dtypes(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma2"])
 def test_compiles_without_a_graph_break(name: str) -> None:
-    case = CASES[name]
-    model, inputs = case.eager(), case.inputs()
-    patch_model(model, patterns=[PATTERN])
-    expected = outcome(model, inputs)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    # Without a cache: transformers 5.17 makes T5's of a copy of the config, and dynamo does not trace copy.deepcopy.
-    output = compiled(**inputs, use_cache=False)
-    model.zero_grad(set_to_none=True)
-    output.loss.backward()
-    torch.testing.assert_close(output.logits.detach(), expected["logits"])
-    for key, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, expected[key])
+    """Without a cache: transformers 5.17 makes T5's of a copy of the config, and dynamo traces no copy.deepcopy."""
+    inputs = CASES[name].inputs() | {"use_cache": False}
+    assert_compiles(CASES[name].eager(), inputs, compute=loss_outcome, patterns=[PATTERN])
 
 
 def test_registered_by_name_with_eager_s_masks() -> None:

@@ -9,7 +9,7 @@ import torch
 from onetrip.patching import patch_model
 from onetrip.patching.attention import masked_fill
 from onetrip.patching.attention.softmax_regions import SoftmaxRegions, read_softmax_regions
-from patching_cases import written
+from patching_cases import assert_compiles, written
 from torch import Tensor, nn
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 
@@ -84,30 +84,7 @@ def test_under_autocast_the_product_rounds_what_it_reads(scores: Tensor, hidden:
 
 
 def test_compiled_without_a_break(scores: Tensor, hidden: Tensor, values: Tensor) -> None:
-    module = Filled()
-    patch_model(module, patterns=[PATTERN])
-    torch._dynamo.reset()
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    for ours, theirs in zip(*(outcome(m, scores, hidden, values) for m in (compiled, Filled())), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_values_of_fewer_batches(scores: Tensor, hidden: Tensor) -> None:
-    """A product that broadcasts."""
-
-    class Shared(Filled):
-        def forward(self, scores, mask, values):  # type: ignore[no-untyped-def]
-            scores = scores.masked_fill(mask, torch.finfo(values.dtype).min)
-            weights = nn.functional.softmax(scores, dim=-1)
-            weights = self.dropout(weights)
-            context = weights @ values
-            return (context,)
-
-    module, values = Shared(), torch.randn(5, 6)
-    report = patch_model(module, patterns=[PATTERN])
-    for ours, theirs in zip(*(outcome(m, scores, hidden, values) for m in (module, Shared())), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert report.calls() == {"": (1, 0)}
+    assert_compiles(Filled(), scores, hidden, values, compute=outcome, patterns=[PATTERN])
 
 
 def compare(body: str, scores: Tensor, hidden: Tensor, values: Tensor, train: bool = True) -> None:
@@ -132,8 +109,9 @@ def test_the_lowest_number_of_another_dtype(scores: Tensor, hidden: Tensor, valu
     compare(body, scores, hidden, values)
 
 
-def test_a_vector_of_values(scores: Tensor, hidden: Tensor) -> None:
-    compare(f"{LINES}context = torch.matmul(dropped, values); return (context,)", scores, hidden, torch.randn(5))
+@pytest.mark.parametrize("shape", [(5,), (5, 6)], ids=["a vector", "fewer batches"])
+def test_values_of_fewer_dimensions(shape: tuple[int, ...], scores: Tensor, hidden: Tensor) -> None:
+    compare(f"{LINES}context = torch.matmul(dropped, values); return (context,)", scores, hidden, torch.randn(shape))
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -44,13 +44,7 @@ Divided = written(Scaling, GRANITE, globals())
 Inline = written(Scaling, "logits = self.head(self.body(x)) * self.scale; return logits", globals())
 
 
-class Constant(Scaling):
-    @twice
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.head(self.body(x)) / 4
-        return logits
-
-
+Constant = written(Scaling, "logits = self.head(self.body(x)) / 4; return logits", globals(), decorators=[twice])
 FOUND = {"multiplied": Multiplied, "divided": Divided, "inline": Inline, "constant": Constant}
 
 

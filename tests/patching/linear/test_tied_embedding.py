@@ -14,7 +14,7 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear import tied_embedding
 from outcomes import Outcome, assert_agree, assert_equal, parameter_gradients, patch_and_compare
-from patching_cases import HIDDEN, build
+from patching_cases import HIDDEN, assert_compiles, build
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -263,15 +263,13 @@ def test_autocast() -> None:
 def test_second_derivatives() -> None:
     model, ids = made(), some_ids()
 
-    def penalty() -> Tensor:
+    def penalty() -> Outcome:
         model.zero_grad()
         (gradient,) = torch.autograd.grad(model(ids).square().mean(), model.embed.weight, create_graph=True)
         gradient.square().sum().backward()
-        return model.embed.weight.grad.clone()
+        return parameter_gradients(model)
 
-    expected = penalty()
-    patch_model(model)
-    torch.testing.assert_close(penalty(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    patch_and_compare(model, penalty)
 
 
 @pytest.mark.parametrize("reduction", ["logits", "loss"])
@@ -290,10 +288,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice(reduction: str) -> 
 
 
 def test_compiles_without_a_break() -> None:
-    model, ids = made(), some_ids()
-    expected = gradients(model, ids)
-    patch_model(model)
-    assert_agree(gradients(torch.compile(model, backend="aot_eager", fullgraph=True), ids), expected, 1e-6)
+    assert_compiles(made(), some_ids(), compute=gradients)
 
 
 def test_the_matrix_is_freed_with_the_model() -> None:
