@@ -41,16 +41,16 @@ class Three(Packed):
         return self.out(self.child(q).sin()) + torch.cat((k, v), dim=-1).cos()
 
 
-class LastFirst(Packed):
-    """In another order, after other statements, in a branch."""
+class InABranch(Packed):
+    """After other statements."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x is not None:
             packed = self.dense(x)
             x = x + 1
-            v = packed[..., self.n + 4 :]
             q = packed[..., : self.n]
             k = packed[..., self.n : self.n + 4]
+            v = packed[..., self.n + 4 :]
         return self.child(q).sin() * x + torch.cat((k, v), dim=-1).cos()
 
 
@@ -68,7 +68,7 @@ TWO = """
     q = packed[..., : self.n]
     k = packed[..., self.n :]
     return torch.cat((q.sin(), k.cos()), dim=-1)"""
-FOUND = (Three, LastFirst, InALoop)
+FOUND = (Three, InABranch, InALoop)
 
 LEFT = {
     "read before": "t = p.sum(); q = p[..., :n]; k = p[..., n:]; y = q + k + t",
@@ -78,6 +78,7 @@ LEFT = {
     "something between": "q = p[..., :n]; x = x + 1; k = p[..., n:]; y = q + k + x",
     "a call between": "q = p[..., :n[0]]; n.reverse(); k = p[..., n[0]:]; y = torch.cat((q, k), -1)",
     "overlapping": "q = p[..., :m]; k = p[..., n:]; y = torch.cat((q, k), -1)",
+    "in another order": "k = p[..., n:]; q = p[..., :n]; y = q + k",
     "incomplete": "q = p[..., :n]; k = p[..., n:m]; y = torch.cat((q, k), -1)",
     "the same twice": "q = p[..., :n]; q = p[..., :n]; k = p[..., n:]; y = q + k",
     "whole": "q = p[..., :]; y = q",
