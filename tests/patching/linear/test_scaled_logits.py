@@ -162,7 +162,7 @@ def test_layers_that_are_left(options: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a hook": lambda model: model.head.register_forward_hook(lambda *_: setattr(model, "scale", 0.25)),
+    "a hook": lambda model: model.head.register_forward_hook(lambda _, given, y: 3.0 * y),
     "a bias": lambda model: setattr(model.head, "bias", nn.Parameter(torch.ones(VOCABULARY))),
     "another layer": lambda model: setattr(model, "head", nn.Sequential(model.head)),
 }
@@ -215,7 +215,7 @@ def test_compiled_with_factors_that_change(x: Tensor) -> None:
 
 
 def test_verification_calls_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_logits, "scaled_logits", lambda module, head, x, factor, divides: head(x))
+    monkeypatch.setattr(scaled_logits, "scaled_logits", lambda module, head, x, scale, factor: head(x))
     report = patch(Multiplied())
     assert [site.reason for site in report.skipped] == ["verify_failed"]
 
