@@ -101,36 +101,35 @@ class SoftmaxRegions(InForward):
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless the fused call computes a region's softmax, with its mask and dropout."""
         device, dtype = kind_of(module)
-        scores, bias = (2, 4, 3, 5), (1, 4, 3, 5)
+        scores, filled = {"scores": (2, 4, 3, 5)}, {"scores": (2, 4, 3, 5), "values": (8, 5, 6)}
+        biased = scores | {"mask": (1, 4, 3, 5)}
         padding = torch.zeros(2, 1, 1, 5, device=device)
         padding[1, ..., 3:] = torch.finfo(torch.float32).min
-        has_mask = any(region.masks for region in self.chosen)
+        hidden = torch.zeros(2, 1, 3, 5, dtype=torch.bool, device=device)
+        hidden[1, :, 1:, 3:] = hidden[1, :, 2] = True
+        n_masks = max(len(region.masks) for region in self.chosen)
+        cases: list[tuple[str, dict[str, tuple[int, ...]], Tensor | None]] = [("", scores, None)]
+        cases += [(" with bias", biased, None), (" with padding", scores, padding)] if n_masks else []
+        cases += [(" with bias and padding", biased, padding)] if n_masks > 1 else []
         with MaskedDropout():
-            for p in (0.0, 0.25):
-                mode = " with dropout" if p else ""
-                fused, unfused = partial(_fused, p), partial(_unfused, p)
-                check_function(fused, unfused, {"scores": scores}, device, dtype, mode)
-                if has_mask:
-                    check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, f"{mode} with bias")
-                    fused, unfused = partial(fused, padding=padding), partial(unfused, padding=padding)
-                    check_function(fused, unfused, {"scores": scores}, device, dtype, f"{mode} with padding")
-                    if any(len(region.masks) > 1 for region in self.chosen):
-                        mode += " with bias and padding"
-                        check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, mode)
+            for p, mode in ((0.0, ""), (0.25, " with dropout")):
+                for name, inputs, more in cases:
+                    check_function(*_pair(_fused, _unfused, p, more), inputs, device, dtype, mode + name)
                 if any(region.fill for region in self.chosen):
-                    inputs = {"scores": scores, "values": (2, 4, 5, 6)}
-                    hidden = torch.zeros(2, 1, 3, 5, dtype=torch.bool, device=device)
-                    hidden[1, :, 1:, 3:] = hidden[1, :, 2] = True
-                    pair = partial(_fused_fill, p, hidden), partial(_unfused_fill, p, hidden)
-                    check_function(*pair, inputs, device, dtype, f"{mode} with filled scores")
+                    pair = _pair(_fused_fill, _unfused_fill, p, hidden)
+                    check_function(*pair, filled, device, dtype, f"{mode} with filled scores")
 
 
-def _fused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+def _pair(fused: Any, unfused: Any, *arguments: Any) -> tuple[Any, Any]:
+    return partial(fused, *arguments), partial(unfused, *arguments)
+
+
+def _fused(p: float, padding: Tensor | None, scores: Tensor, mask: Tensor | None = None) -> Tensor:
     masks = tuple(_saturated(each, scores) for each in (mask, padding) if each is not None)
     return region_softmax(scores, masks, None, scale=0.5, dropout_p=p, rng=RNG)
 
 
-def _unfused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+def _unfused(p: float, padding: Tensor | None, scores: Tensor, mask: Tensor | None = None) -> Tensor:
     added = 0.5 * scores
     for each in (mask, padding):
         added = added if each is None else added + _saturated(each, scores)
@@ -142,13 +141,13 @@ def _fused_fill(p: float, mask: Tensor, scores: Tensor, values: Tensor) -> tuple
     if added is None:  # float16
         return _unfused_fill(p, mask, scores, values)
     weights = region_softmax(scores, (added.mask,), None, dropout_p=p, rng=RNG)
-    return added.product(weights, values), added.read(weights)
+    return added.product(weights.view(-1, *weights.shape[2:]), values), added.read(weights)
 
 
 def _unfused_fill(p: float, mask: Tensor, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     weights = functional.softmax(scores.masked_fill(mask, torch.finfo(scores.dtype).min), dim=-1)
     weights = functional.dropout(weights, p)
-    return weights @ values, weights
+    return torch.bmm(weights.view(-1, *weights.shape[2:]), values), weights
 
 
 def _saturated(mask: Tensor, scores: Tensor) -> Tensor:
