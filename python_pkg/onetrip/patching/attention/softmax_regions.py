@@ -108,7 +108,7 @@ class SoftmaxRegions(InForward):
         hidden = torch.zeros(2, 1, 3, 5, dtype=torch.bool, device=device)
         hidden[1, :, 1:, 3:] = hidden[1, :, 2] = True
         n_masks = max(len(region.masks) for region in self.chosen)
-        cases: list[tuple[str, dict[str, tuple[int, ...]], Tensor | None]] = [("", scores, None)]
+        cases: list[tuple[str, Any, Tensor | None]] = [("", scores, None)]
         cases += [(" with bias", biased, None), (" with padding", scores, padding)] if n_masks else []
         cases += [(" with bias and padding", biased, padding)] if n_masks > 1 else []
         with MaskedDropout():

@@ -24,7 +24,7 @@ from .. import calls
 from ..calls import is_plain, original_class
 from ..forward import Forward, Place, assigned_name, child_at, n_reads, places, writes_to_tensors
 from ..rewriting import InForward, Rewriting
-from ..source import first_match, is_same
+from ..source import first_match, is_same, passed_on
 from ..verify import check_function, kind_of
 from .cast_input import is_cast_back
 from .readers import SharedInput
@@ -282,7 +282,7 @@ class Adapters(InForward):
                 else:
                     copied.func, copied.args = _method("copied"), [copied.func.value]
         rewriting.constants |= {"Adapter_": Adapter, "is_worth_": _is_worth, "unfused_": self.forward.function}
-        x, arguments = self.chosen[0].down[2].id, _passed_on(self.forward.tree.args)
+        x, arguments = self.chosen[0].down[2].id, passed_on(self.forward.tree.args)
         rewriting.put_first(
             f"if not is_worth_({x}):\n    return unfused_({arguments})\nadapter_ = Adapter_({rewriting.own})"
         )
@@ -293,15 +293,6 @@ class Adapters(InForward):
         device, dtype = kind_of(module)
         shapes = {"x": (2, 5, 8), "weight": (6, 8), "down": (4, 8), "up": (6, 4)}
         check_function(_fused, _unfused, shapes, device, dtype)
-
-
-def _passed_on(parameters: ast.arguments) -> str:
-    """The arguments of a call with all that a function was given."""
-    names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
-    names += [f"*{parameters.vararg.arg}"] if parameters.vararg else []
-    names += [f"{each.arg}={each.arg}" for each in parameters.kwonlyargs]
-    names += [f"**{parameters.kwarg.arg}"] if parameters.kwarg else []
-    return ", ".join(names)
 
 
 def _rewrite(rewriting: Rewriting, found: FoundAdapter) -> None:
