@@ -471,6 +471,16 @@ def assert_compiles(model: nn.Module, *given: Any, compute: Callable[..., Any] =
     assert_agree(compute(torch.compile(model, backend="aot_eager", fullgraph=True), *given), expected)
 
 
+def assert_obeys(change: Callable[[Any], Any], model: Any, *given: Any, compute: Any = outcome, **options: Any) -> Any:
+    """After a change the patched model computes what the unpatched one does after it. Returns the report."""
+    model, original, report = patched_pair(model, **options)
+    for each in (model, original):
+        torch.manual_seed(0)
+        change(each)
+    assert_agree(compute(model, *given), compute(original, *given), 1e-4)
+    return report
+
+
 def step(model: nn.Module, x: Tensor) -> Outcome:
     """The output and every gradient; the same masks in every call."""
     torch.manual_seed(1)

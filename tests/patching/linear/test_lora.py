@@ -16,7 +16,7 @@ from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear import readers
 from onetrip.patching.verify import RNG, MaskedDropout
 from outcomes import assert_agree, assert_equal, patch_and_compare, penalty_gradients
-from patching_cases import DECODER, WIDTH, assert_compiles, checkpointed, inputs, randomised, tiny_model
+from patching_cases import DECODER, WIDTH, assert_compiles, assert_obeys, checkpointed, inputs, randomised, tiny_model
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
@@ -213,10 +213,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_layers_changed_after_patching(name: str) -> None:
-    model, (x,) = adapted(), inputs()
-    patch_model(model)
-    CHANGES[name](model)
-    assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
+    assert_obeys(CHANGES[name], adapted(), *inputs(), compute=outcome)
 
 
 class Broadcast(nn.Linear):
@@ -239,10 +236,7 @@ CHANGES_OF_SUMS = {scaled_by_a_tensor: 2, broadcast: 1, with_bias: 2}
 
 @pytest.mark.parametrize("change", CHANGES_OF_SUMS)
 def test_sums_that_no_product_computes(change: Callable[[Any], None]) -> None:
-    model, (x,) = adapted(), inputs()
-    report = patch_model(model)
-    change(model)
-    assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
+    report = assert_obeys(change, adapted(), *inputs(), compute=outcome)
     assert report.calls()["q"] == (CHANGES_OF_SUMS[change], 1)
 
 
