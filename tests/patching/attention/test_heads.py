@@ -96,15 +96,9 @@ def test_without_gradients_whisper_does_what_it_did(whisper: Any) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed(whisper: Any, use_reentrant: bool) -> None:
+def test_checkpointed_beside_everything_else(whisper: Any, use_reentrant: bool) -> None:
     expected = loss_outcome(whisper, speech())
     whisper.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    patch_model(whisper)
-    assert_agree(loss_outcome(whisper, speech()), expected)
-
-
-def test_beside_everything_else(whisper: Any) -> None:
-    expected = loss_outcome(whisper, speech())
     patch_model(whisper)
     for _ in range(2):
         assert_agree(loss_outcome(whisper, speech()), expected)

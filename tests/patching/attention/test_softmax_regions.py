@@ -11,7 +11,7 @@ import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import read_softmax_regions
-from outcomes import assert_agree, loss_outcome, outcome
+from outcomes import assert_agree, loss_outcome, outcome, patch_and_compare
 from patching_cases import COMMON, GPT2, HEADS, HIDDEN, VOCABULARY, Case, assert_compiles, padded_text, renames, written
 from tolerances import assert_like_torch
 from torch import Tensor, nn
@@ -38,30 +38,6 @@ CASES = {
     "openai-gpt": Case("OpenAIGPTLMHeadModel", GPT2),
     "xlm": Case("XLMWithLMHeadModel", LAYERS | {"emb_dim": HIDDEN, "n_words": VOCABULARY}),
 }  # fmt: skip
-
-
-class ScaledByAChild(nn.Module):
-    """An attention that reads numbers and weights of its projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = torch.matmul(self.query(x), self.key(x).transpose(-1, -2))
-        scores = scores / math.sqrt(self.key.out_features)
-        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(self.query.weight.dtype)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, x)
-
-
-def test_a_region_may_read_a_child_s_attributes() -> None:
-    model, x = nn.Sequential(ScaledByAChild()).eval(), torch.randn(2, HEADS, 5, HIDDEN)
-    expected = model(x)
-    report = patch_model(model, patterns=[PATTERN])
-    assert [site.pattern for site in report.patched] == [PATTERN], report
-    torch.testing.assert_close(model(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +244,27 @@ def test_a_sum_is_fused_where_the_attention_beside_it_is_not(scores: Tensor, mas
     (site,) = patch_model(module, attention=False).patched
     assert site.pattern == "dropout_add_norm"
     torch.testing.assert_close(module(scores, mask), original(scores, mask))
+
+
+class Projecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.dropout = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.1)
+
+
+SCALED_BY_A_CHILD = """
+    scores = torch.matmul(self.query(x), self.key(x).transpose(-1, -2))
+    scores = scores / math.sqrt(self.key.out_features)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(self.query.weight.dtype)
+    weights = self.dropout(weights)
+    return torch.matmul(weights, x)"""
+"""An attention that reads numbers and weights of its projections."""
+
+
+def test_a_region_may_read_a_child_s_attributes() -> None:
+    model, x = nn.Sequential(written(Projecting, SCALED_BY_A_CHILD, globals())()).eval(), torch.randn(2, 4, 5, HIDDEN)
+    report = patch_and_compare(model, lambda: outcome(model, x), patterns=[PATTERN])
+    assert [site.pattern for site in report.patched] == [PATTERN], report
 
 
 @pytest.mark.parametrize("name", NO_REGION)

@@ -133,12 +133,9 @@ class WithLeaf(Projections):
         self.norm, self.leaf = nn.LayerNorm(WIDTH), nn.Parameter(torch.randn_like(inputs()[0]))
 
     def forward(self, h: Tensor) -> Tensor:
-        q = self.q(h)
-        k = self.k(h)
-        v = self.v(h)
+        mixed = torch.tanh(self.q(h) * self.k(h)) * self.v(h)
         leaf = self.leaf
-        z = self.norm(leaf + h)
-        return z * torch.tanh(q * k) * v
+        return self.norm(leaf + h) * mixed
 
 
 def test_a_leaf_takes_a_gradient_of_its_own() -> None:
