@@ -186,9 +186,8 @@ def _why_not(tree: ast.FunctionDef, inliner: Inliner) -> str:
     own = [each for each in statements if any(inliner.function_name(call.func) == "softmax" for call in calls_in(each))]
     if not own:
         return "softmax is called in a condition or a loop's head"
-    softmax_ = _assignment(own[0], inliner)
     shown = f"`{ast.unparse(own[0])}`"
-    if softmax_ is None or first_match(SOFTMAXES, softmax_[1]) is None:
+    if _match(own, 0, inliner, SOFTMAXES) is None:
         return f"{shown} is not name = softmax(x, dim=-1), with a cast of x or of the result at most"
     for place in _run_once(tree):
         if place.statement is own[0]:
@@ -233,25 +232,28 @@ def _run_once(tree: ast.FunctionDef) -> Iterator[Place]:
     return (place for place in places(tree.body) if not place.in_loop)
 
 
-def _assignment(statement: ast.stmt, inliner: Inliner) -> tuple[str, ast.expr] | None:
-    match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            return name, inliner.inline(value)
+def _match(
+    block: list[ast.stmt], index: int, inliner: Inliner, patterns: tuple[str, ...], x: str = ""
+) -> tuple[str, str, dict[str, ast.expr]] | None:
+    """(name, pattern, its parts) of the statement that gives the name a value which the pattern fits. x: what X is."""
+    match block[index : index + 1]:
+        case [ast.Assign(targets=[ast.Name(id=name)], value=value)]:
+            found = first_match(patterns, inliner.inline(value))
+            if found is not None and x in ("", ast.unparse(found[1]["X"])):
+                return name, *found
     return None
 
 
 def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: bool) -> Region | None:
     """The region whose softmax is the statement at the place."""
     tree, block, index = forward.tree, place.block, place.position
-    softmax_ = _assignment(block[index], inliner)
-    inner = first_match(SOFTMAXES, softmax_[1]) if softmax_ is not None else None
-    if softmax_ is None or inner is None:
+    if (softmax_ := _match(block, index, inliner, SOFTMAXES)) is None:
         return None
-    weights, scores, last = softmax_[0], inner[1]["X"], index
-    cast = _assignment(block[index + 1], inliner) if index + 1 < len(block) else None
-    form = first_match(("X.to(T.dtype)",), cast[1]) if cast is not None and cast[0] == weights else None
-    if form is not None and inner[0] == SOFTMAXES[0] and ast.unparse(form[1]["X"]) == weights:
-        inner, last = (inner[0], form[1] | inner[1]), index + 1
+    weights, form, parts = softmax_
+    scores, last = parts["X"], index
+    cast = _match(block, index + 1, inliner, ("X.to(T.dtype)",), weights)
+    if cast is not None and cast[0] == weights and form == SOFTMAXES[0]:
+        parts, last = cast[2] | parts, index + 1
     masks, scale, start, fill = [], "1.0", index, ""
     if (added := first_match(MASKS, scores)) is not None and _is_pure(added[1]["M"]):
         scores, masks = added[1]["X"], [ast.unparse(added[1]["M"])]
@@ -259,23 +261,21 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
         found: list[_Mask] = []
         while start and (mask := _mask(block[start - 1], scores.id, inliner)) is not None:
             found, start = [mask, *found], start - 1
-        scaled = _scale(block[start - 1], scores.id, inliner) if start else None
+        scaled = _scale(block, start - 1, scores.id, inliner) if start else None
         n_before = _masks_before(found, scaled is not None)
         masks, start = [each.source for each in found[n_before:]], start + n_before
         if scaled is not None and not n_before:
             scale, start = scaled, start - 1
         fill = read_fill(block[index - 1], scores.id, forward) if index else ""
 
-    like = ast.unparse(inner[1]["T"]) if "T" in inner[1] else "None"
+    like = ast.unparse(parts["T"]) if "T" in parts else "None"
     stop, result, undropped, child, p = last + 1, weights, "", "", "0.0"
-    dropout_ = _assignment(block[stop], inliner) if stop < len(block) else None
-    outer = first_match(DROPOUTS, dropout_[1]) if dropout_ is not None else None
-    if dropout_ is not None and outer is not None and ast.unparse(outer[1]["X"]) == weights:
-        stop, result = stop + 1, dropout_[0]
+    if (dropout_ := _match(block, stop, inliner, DROPOUTS, weights)) is not None:
+        stop, result, parts = stop + 1, dropout_[0], dropout_[2]
         if result != weights and _is_read_after(tree, weights, block[stop - 1]):
             undropped = weights
-        child = ast.unparse(outer[1]["CHILD"]) if "CHILD" in outer[1] else ""
-        p = f"self.{child}.p" if child else ast.unparse(outer[1]["P"])
+        child = ast.unparse(parts["CHILD"]) if "CHILD" in parts else ""
+        p = f"self.{child}.p" if child else ast.unparse(parts["P"])
     elif not masks:
         return None
     names = [result, undropped] if undropped else [result]
@@ -368,18 +368,18 @@ def _is_pure(expression: ast.expr) -> bool:
     return methods <= _VIEWS_AND_CASTS
 
 
-def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
+def _scale(block: list[ast.stmt], index: int, scores: str, inliner: Inliner) -> str | None:
     """The factor by which the statement multiplies the scores, if it depends on the module only."""
-    scaled = _assignment(statement, inliner)
-    found = first_match(tuple(SCALES), scaled[1]) if scaled is not None and scaled[0] == scores else None
-    if found is None or ast.unparse(found[1]["X"]) != scores:
+    found = _match(block, index, inliner, tuple(SCALES), scores)
+    if found is None or found[0] != scores:
         return None
-    scale = found[1]["S"]
+    _, form, parts = found
+    scale = parts["S"]
     if any(inliner.resolve(call.func) is not math.sqrt for call in calls_in(scale)):
         return None
     called = {id(node) for call in calls_in(scale) for node in ast.walk(call.func)}
     names = {node.id for node in ast.walk(scale) if isinstance(node, ast.Name) and id(node) not in called}
-    return SCALES[found[0]].format(ast.unparse(scale)) if names <= {"self"} else None
+    return SCALES[form].format(ast.unparse(scale)) if names <= {"self"} else None
 
 
 def _fused_statements(region: Region) -> list[ast.stmt]:
