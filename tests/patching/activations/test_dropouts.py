@@ -202,8 +202,7 @@ def test_results_have_the_strides_that_torch_gives_them(base: Any, call: str) ->
 
 
 def test_traced_symbolically() -> None:
-    model = ReturnsAName()
-    patch_model(model)
+    patch_model(model := ReturnsAName())
     assert "dropout" in torch.fx.symbolic_trace(model).code
 
 
@@ -357,10 +356,9 @@ def test_gradients_of_each_sample_of_a_model_in_training() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_it_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_it_is_inductors() -> None:
     model = FeedForward()
     report = patch_model(model)
-    torch.compiler.reset()
     y = torch.compile(model, fullgraph=True, backend="aot_eager")(torch.randn(SHAPE, requires_grad=True))
     y.sum().backward()
     assert report.calls()["drop"] == (0, 0)

@@ -147,14 +147,6 @@ def test_models_of_transformers(kind: str, patterns: Any) -> None:
     assert sum(each.bytes for each in dense) < table.numel() * 4
 
 
-@pytest.mark.slow
-def test_bfloat16_rows_of_one_token_are_summed_in_float32() -> None:
-    model, ids = made(dtype=torch.bfloat16), torch.full((4, 512), 5)
-    expected = gradients(model, ids)
-    patch_model(model)
-    assert torch.equal(gradients(model, ids)["embed.weight"], expected["embed.weight"])
-
-
 @pytest.mark.parametrize("use", ["head alone", "embedding alone", "head twice", "stale alias"])
 def test_readers_that_do_not_come_in_pairs(use: str) -> None:
     model, ids = made(), some_ids()
