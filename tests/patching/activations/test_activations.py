@@ -54,8 +54,7 @@ class Packed(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         up = self.packed(x)
         gate, up = up.chunk(2, dim=-1)
-        up = up * self.act(gate)
-        return self.down(up)
+        return self.down(up * self.act(gate))
 
 
 class Dense(Mlp):

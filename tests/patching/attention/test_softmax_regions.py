@@ -214,22 +214,18 @@ def test_what_is_no_region_in_another_method_is_reported() -> None:
 
 
 class WithASum(Attention):
-    """As ALBERT's: attention, dropout, residual and norm in one forward."""
-
     def __init__(self, p: float = 0.25) -> None:
         super().__init__(p)
         self.dense, self.norm, self.last = nn.Linear(5, 5), nn.LayerNorm(5), nn.Dropout(p)
 
-    def forward(self, scores, mask):
-        weights = nn.functional.softmax(scores * self.weight + mask, dim=-1)
-        weights = self.dropout(weights)
-        out = self.dense(weights)
-        out = self.last(out)
-        return self.norm(scores + out)
+
+ALBERT = f"{WEIGH}; out = self.dense(weights); out = self.last(out); return self.norm(scores + out)"
+Albert = written(WithASum, ALBERT, globals(), "scores, mask")
+"""Attention, dropout, residual and norm in one forward."""
 
 
 def test_attention_and_a_sum_in_one_forward_are_both_fused(scores: Tensor, mask: Tensor) -> None:
-    module = WithASum(0.0)
+    module = Albert(0.0)
     original = copy.deepcopy(module)
     report = patch_model(module)
     (site,) = report.patched
@@ -239,7 +235,7 @@ def test_attention_and_a_sum_in_one_forward_are_both_fused(scores: Tensor, mask:
 
 
 def test_a_sum_is_fused_where_the_attention_beside_it_is_not(scores: Tensor, mask: Tensor) -> None:
-    module, original = WithASum(0.0), WithASum(0.0)
+    module, original = Albert(0.0), Albert(0.0)
     original.load_state_dict(module.state_dict())
     (site,) = patch_model(module, attention=False).patched
     assert site.pattern == "dropout_add_norm"

@@ -41,19 +41,16 @@ class Three(Packed):
         return self.out(self.child(q).sin()) + torch.cat((k, v), dim=-1).cos()
 
 
-class InABranch(Packed):
-    """After other statements."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x is not None:
-            packed = self.dense(x)
-            x = x + 1
-            q = packed[..., : self.n]
-            k = packed[..., self.n : self.n + 4]
-            v = packed[..., self.n + 4 :]
-        return self.child(q).sin() * x + torch.cat((k, v), dim=-1).cos()
-
-
+IN_A_BRANCH = """
+    if x is not None:
+        packed = self.dense(x)
+        x = x + 1
+        q = packed[..., : self.n]
+        k = packed[..., self.n : self.n + 4]
+        v = packed[..., self.n + 4 :]
+    return self.child(q).sin() * x + torch.cat((k, v), dim=-1).cos()"""
+InABranch = written(Packed, IN_A_BRANCH, globals())
+"""After other statements."""
 IN_A_LOOP = """
     y = x
     for _ in range(2):
@@ -112,17 +109,16 @@ def test_others_are_left() -> None:
 def test_of_a_parameter_or_another_layer_they_are_left() -> None:
     of_a_parameter = "q = p[..., : self.n]; k = p[..., self.n :]; return self.child(q) + k"
 
-    class InAMatch(Packed):
-        def forward(self, x: Tensor) -> Tensor:
-            p = self.dense(x)
-            match self.n:
-                case 0:
-                    y = p[..., : self.n]
-                case _:
-                    y = p[..., self.n :]
-            return y
+    in_a_match = """
+        p = self.dense(x)
+        match self.n:
+            case 0:
+                y = p[..., : self.n]
+            case _:
+                y = p[..., self.n :]
+        return y"""
 
-    for kind in (written(Packed, of_a_parameter, globals(), "p"), InAMatch):
+    for kind in (written(Packed, of_a_parameter, globals(), "p"), written(Packed, in_a_match, globals())):
         assert not patch_model(kind(), patterns=("packed_slices",)).patched
     assert not patch_model(Three(), patterns=("packed_slices",), exclude=("dense",)).patched
     model = Three()

@@ -22,7 +22,7 @@ VOCABULARY = 96
 
 
 class Scaling(nn.Module):
-    """See the subclasses."""
+    """Parts of the forwards below."""
 
     def __init__(self, scale: Any = 0.0625, bias: bool = False, width: int = VOCABULARY) -> None:
         super().__init__()
@@ -30,15 +30,8 @@ class Scaling(nn.Module):
         self.scale = scale
 
 
-class Multiplied(Scaling):
-    """As Cohere's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.head(self.body(x).tanh())
-        logits = logits * self.scale
-        return logits
-
-
+COHERE = "logits = self.head(self.body(x).tanh()); logits = logits * self.scale; return logits"
+Multiplied = written(Scaling, COHERE, globals())
 GRANITE = "h = self.body(x); logits = self.head(h[:, 1:]); logits = logits / self.scale; return logits + h.sum()"
 Divided = written(Scaling, GRANITE, globals())
 Inline = written(Scaling, "logits = self.head(self.body(x)) * self.scale; return logits", globals())

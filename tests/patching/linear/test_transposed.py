@@ -30,8 +30,7 @@ class Mlp(nn.Module):
         self.c_fc, self.c_proj, self.dropout = Conv1D(2 * WIDTH, WIDTH), Conv1D(WIDTH, 2 * WIDTH), nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_fc(x)
-        x = functional.gelu(x)
+        x = functional.gelu(self.c_fc(x))
         x = self.c_proj(x)
         x = self.dropout(x)
         return x
