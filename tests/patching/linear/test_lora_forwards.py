@@ -23,9 +23,10 @@ class Adapted(nn.Module):
         self.base = nn.Linear(WIDTH, WIDTH)
         self.down = nn.ModuleDict({"one": nn.Linear(WIDTH, 4, bias=False)})
         self.up = nn.ModuleDict({"one": nn.Linear(4, WIDTH, bias=False)})
-        self.dropout, self.is_active = nn.Identity(), True
+        self.dropout, self.is_active, self.kept = nn.Identity(), True, torch.empty(0)
 
     def stash(self, result: Tensor) -> Tensor:
+        self.kept = result
         return result
 
     def convert(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,16 +41,15 @@ FUSED = {
         x = self.convert(x, down.weight.dtype)
         if self.is_active:
             {ADD}
-        result = result + x
-        return result""",
+        return result + x""",
+    # Something may hold a result, or its memory.
+    "kept (PEFT 0.15)": f"{LAYERS}; kept = result; {ADD}; return result + kept",
+    "kept by no conversion": f"{LAYERS}; kept = result.to(x.dtype); {ADD}; return result + kept",
+    "kept by another": f"{LAYERS}; result = self.stash(result); {ADD}; return result + self.kept",
+    "written to": f"{LAYERS}; result = nn.functional.relu(result, inplace=True); {ADD}; return result",
 }
 OUTPUT = "output = up(down(dropout(x))) * scale; result = result + output"
 LEFT = {
-    # Something may hold a result, or its memory.
-    "kept": f"{LAYERS}; kept = result; {ADD}; return result + kept",
-    "kept by no conversion": f"{LAYERS}; kept = result.to(x.dtype); {ADD}; return result + kept",
-    "kept by another": f"{LAYERS}; result = self.stash(result); {ADD}; return result",
-    "written to": f"{LAYERS}; result = nn.functional.relu(result, inplace=True); {ADD}; return result",
     # A name would be missing.
     "read elsewhere": f"{LAYERS}; {OUTPUT}; return result * output",
     "deleted": f"{LAYERS}; {OUTPUT}; del output; return result",

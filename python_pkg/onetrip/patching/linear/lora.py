@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..calls import is_plain, original_class
-from ..forward import Forward, Place, assigned_name, child_at, n_reads, places, writes_to_tensors
+from ..forward import Forward, Place, assigned_name, child_at, n_reads, places
 from ..rewriting import InForward, Rewriting
 from ..source import first_match, is_same, passed_on
 from ..verify import check_function, kind_of
@@ -65,9 +65,10 @@ class _Add(torch.autograd.Function):
 class Adapter(SharedInput):
     """Calls the layer and the adapters of one call of a forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, may_write: bool) -> None:
+        """may_write: whether nothing but this call holds the results that it makes."""
         super().__init__()
-        self.module = module
+        self.module, self.may_write = module, may_write
         self.own: Tensor | None = None
         """A result that only this call holds: to be written to."""
 
@@ -100,7 +101,7 @@ class Adapter(SharedInput):
             delta = dense(x) * scaling
             return result + (delta if dtype is None else delta.to(dtype))
         calls.count_fused(self.module)
-        is_own = self.own is not None and result is self.own
+        is_own = self.may_write and result is self.own
         in_place = is_own and result.is_contiguous() and not result._is_view()
         self.own = _Add.apply(result, x, dense.weight.to(result.dtype), scaling, in_place)
         return self.own
@@ -147,9 +148,7 @@ class FoundAdapter:
 
 
 def read_adapters(forward: Forward) -> list[FoundAdapter]:
-    """The adapters of a forward that writes to no tensor: a result may be one that it holds."""
-    if writes_to_tensors(forward.tree):
-        return []
+    """The adapters of a forward."""
     containers = _containers(forward)
     found = (_read(forward, place, containers) for place in places(forward.tree.body))
     return [each for each in found if each is not None]
@@ -172,7 +171,7 @@ def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAd
             ast.Assign(
                 targets=[ast.Name(id=target)], value=ast.BinOp(left=ast.Name() as result, op=ast.Add(), right=added)
             ) as statement
-        ) if target == result.id and _results(forward, target) is not None:
+        ) if target == result.id:
             pass
         case _:
             return None
@@ -231,10 +230,11 @@ def _cast(forward: Forward, statement: ast.Assign, down: ast.Name, x: ast.Name) 
     return None
 
 
-def _results(forward: Forward, name: str) -> list[ast.Call] | None:
-    """The calls of children, and the copies, whose results have the name; None if the forward does more with one than
-    add to it, convert it, return it, and give it to another variant of adapter: something may hold it then."""
-    calls_: list[ast.Call] = []
+def _results(forward: Forward, name: str) -> tuple[list[ast.Call], bool]:
+    """The calls of children, and the copies, whose results have the name, and whether the forward does more with one
+    than add to it, convert it, return it, and give it to another variant of adapter: something may hold it then, as in
+    PEFT before 0.16."""
+    found: list[ast.Call] = []
     known: set[int] = set()
     for node in ast.walk(forward.tree):
         match node:
@@ -250,9 +250,9 @@ def _results(forward: Forward, name: str) -> list[ast.Call] | None:
                     known |= {id(each) for each in ast.walk(value)}
                 is_base = forward.child(function) != "" and value.args and not isinstance(value.args[0], ast.Starred)
                 if is_base or ast.unparse(value) == f"{name}.clone()":
-                    calls_.append(value)
+                    found.append(value)
     reads = (node for node in ast.walk(forward.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-    return calls_ if all(id(node) in known for node in reads if node.id == name) else None
+    return found, any(id(node) not in known for node in reads if node.id == name)
 
 
 class Adapters(InForward):
@@ -274,8 +274,11 @@ class Adapters(InForward):
         """The adapters called through an Adapter."""
         for each in self.chosen:
             _rewrite(rewriting, each)
+        may_write = True
         for name in {each.result.id for each in self.chosen}:
-            for call in _results(self.forward, name) or ():
+            found, is_kept = _results(self.forward, name)
+            may_write &= not is_kept
+            for call in found:
                 copied = rewriting.copy_of(call)
                 if self.forward.child(call.func):
                     copied.func, copied.args = _method("base"), [copied.func, *copied.args]
@@ -283,9 +286,8 @@ class Adapters(InForward):
                     copied.func, copied.args = _method("copied"), [copied.func.value]
         rewriting.constants |= {"Adapter_": Adapter, "is_worth_": _is_worth, "unfused_": self.forward.function}
         x, arguments = self.chosen[0].down[2].id, passed_on(self.forward.tree.args)
-        rewriting.put_first(
-            f"if not is_worth_({x}):\n    return unfused_({arguments})\nadapter_ = Adapter_({rewriting.own})"
-        )
+        rewriting.put_first(f"adapter_ = Adapter_({rewriting.own}, {may_write})")
+        rewriting.put_first(f"if not is_worth_({x}):\n    return unfused_({arguments})")
 
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small layer with an adapter has the outputs and gradients that it has
