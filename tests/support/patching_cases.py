@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from onetrip.patching import calls, links, patch_model
+from onetrip.patching import calls, links
 from onetrip.patching.source import parse
 from outcomes import Outcome, assert_agree, outcome, parameter_gradients, patched_pair
 from torch import Tensor, nn
@@ -461,24 +461,6 @@ def checkpointed(module: nn.Module, use_reentrant: bool) -> nn.Module:
     """The module, whose forward runs again in backward."""
     module.forward = functools.partial(checkpoint, module.forward, use_reentrant=use_reentrant)
     return module
-
-
-def assert_compiles(model: nn.Module, *given: Any, compute: Callable[..., Any] = outcome, **options: Any) -> None:
-    """The model, patched and compiled without a break in its graph, computes what it computes unpatched."""
-    expected = compute(model, *given)
-    patch_model(model, **options)
-    torch._dynamo.reset()
-    assert_agree(compute(torch.compile(model, backend="aot_eager", fullgraph=True), *given), expected)
-
-
-def assert_obeys(change: Callable[[Any], Any], model: Any, *given: Any, compute: Any = outcome, **options: Any) -> Any:
-    """After a change the patched model computes what the unpatched one does after it. Returns the report."""
-    model, original, report = patched_pair(model, **options)
-    for each in (model, original):
-        torch.manual_seed(0)
-        change(each)
-    assert_agree(compute(model, *given), compute(original, *given), 1e-4)
-    return report
 
 
 def step(model: nn.Module, x: Tensor) -> Outcome:

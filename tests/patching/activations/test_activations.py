@@ -11,8 +11,8 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.activations import PATTERNS
-from outcomes import assert_agree, assert_equal, outcome, patch_and_compare
-from patching_cases import WIDTH, assert_compiles, inputs, randomised, written
+from outcomes import assert_agree, assert_compiles, assert_equal, outcome, patch_and_compare
+from patching_cases import WIDTH, inputs, randomised, written
 from torch import Tensor, nn
 from torch.nn import functional
 

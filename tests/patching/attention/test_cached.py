@@ -11,8 +11,8 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
-from outcomes import assert_agree, loss_outcome
-from patching_cases import WIDTH, ZOO, assert_compiles, tiny_model, token_ids, written
+from outcomes import assert_agree, assert_compiles, loss_outcome
+from patching_cases import WIDTH, ZOO, tiny_model, token_ids, written
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")

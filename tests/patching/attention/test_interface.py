@@ -13,7 +13,7 @@ from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import verify
 from onetrip.patching.attention.eager import EagerFunction, read_eager_function
 from onetrip.patching.report import Unsuitable
-from outcomes import Outcome, assert_equal, loss_outcome, parameter_gradients, patch_and_compare
+from outcomes import Outcome, assert_compiles, assert_equal, loss_outcome, parameter_gradients, patch_and_compare
 from patching_cases import (
     COMMON,
     DECODER,
@@ -24,7 +24,6 @@ from patching_cases import (
     VIT,
     WHISPER,
     Case,
-    assert_compiles,
     causal,
     image,
     padded_text,

@@ -9,7 +9,8 @@ import torch
 from onetrip.patching import patch_model
 from onetrip.patching.attention import masked_fill
 from onetrip.patching.attention.softmax_regions import SoftmaxRegions, read_softmax_regions
-from patching_cases import assert_compiles, written
+from outcomes import assert_compiles
+from patching_cases import written
 from torch import Tensor, nn
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 

@@ -11,8 +11,8 @@ import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import read_softmax_regions
-from outcomes import assert_agree, loss_outcome, outcome, patch_and_compare
-from patching_cases import COMMON, GPT2, HEADS, HIDDEN, VOCABULARY, Case, assert_compiles, padded_text, renames, written
+from outcomes import assert_agree, assert_compiles, loss_outcome, outcome, patch_and_compare
+from patching_cases import COMMON, GPT2, HEADS, HIDDEN, VOCABULARY, Case, padded_text, renames, written
 from tolerances import assert_like_torch
 from torch import Tensor, nn
 

@@ -15,8 +15,8 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear import readers
 from onetrip.patching.verify import RNG, MaskedDropout
-from outcomes import assert_agree, assert_equal, patch_and_compare, penalty_gradients
-from patching_cases import DECODER, WIDTH, assert_compiles, assert_obeys, checkpointed, inputs, randomised, tiny_model
+from outcomes import assert_agree, assert_compiles, assert_equal, assert_obeys, patch_and_compare, penalty_gradients
+from patching_cases import DECODER, WIDTH, checkpointed, inputs, randomised, tiny_model
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")

@@ -10,8 +10,8 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.linear.packed_slices import packed_slices, read_packed_slices
-from outcomes import assert_equal, outcome, parameter_gradients, patch_and_compare
-from patching_cases import COMMON, WIDTH, assert_compiles, randomised, tiny_model, token_ids, written
+from outcomes import assert_compiles, assert_equal, outcome, parameter_gradients, patch_and_compare
+from patching_cases import COMMON, WIDTH, randomised, tiny_model, token_ids, written
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -11,9 +11,9 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import PATTERNS, patch_model, unpatch_model
 from onetrip.patching.linear import scaled_logits
-from outcomes import assert_equal, outcome, parameter_gradients
+from outcomes import assert_equal, assert_obeys, outcome, parameter_gradients
 from pairwise import pairwise
-from patching_cases import WIDTH, assert_obeys, randomised, twice, written
+from patching_cases import WIDTH, randomised, twice, written
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM

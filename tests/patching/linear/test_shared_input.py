@@ -10,8 +10,8 @@ import outcomes
 import pytest
 import torch
 from onetrip.patching import calls, patch_model, unpatch_model
-from outcomes import assert_agree, assert_equal, patch_and_compare, penalty_gradients
-from patching_cases import WIDTH, Projections, assert_compiles, assert_obeys, inputs, randomised, written
+from outcomes import assert_agree, assert_compiles, assert_equal, assert_obeys, patch_and_compare, penalty_gradients
+from patching_cases import WIDTH, Projections, inputs, randomised, written
 from torch import Tensor, nn
 
 

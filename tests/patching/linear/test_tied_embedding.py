@@ -13,8 +13,16 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear import tied_embedding
-from outcomes import Outcome, assert_agree, assert_equal, parameter_gradients, patch_and_compare
-from patching_cases import HIDDEN, assert_compiles, assert_obeys, build, written
+from outcomes import (
+    Outcome,
+    assert_agree,
+    assert_compiles,
+    assert_equal,
+    assert_obeys,
+    parameter_gradients,
+    patch_and_compare,
+)
+from patching_cases import HIDDEN, build, written
 from torch import Tensor, nn
 from torch.nn import functional  # noqa: F401 (a forward reads it)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
-from outcomes import assert_agree, outcome
-from patching_cases import WIDTH, assert_compiles, assert_obeys, checkpointed, randomised, written
+from outcomes import assert_agree, assert_compiles, assert_obeys, outcome
+from patching_cases import WIDTH, checkpointed, randomised, written
 from torch import Tensor, nn
 from torch.nn import functional  # noqa: F401 (a forward reads it)
 

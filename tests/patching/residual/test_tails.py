@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import links, patch_model
-from outcomes import assert_agree, outcome, patched_pair
-from patching_cases import WIDTH, Block, assert_compiles, assert_obeys, inputs, randomised, renames, twice, written
+from outcomes import assert_agree, assert_compiles, assert_obeys, outcome, patched_pair
+from patching_cases import WIDTH, Block, inputs, randomised, renames, twice, written
 from torch import Tensor, nn
 from torch.nn import functional
 
