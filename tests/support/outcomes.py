@@ -83,3 +83,21 @@ def patch_and_compare(model: Any, run: Callable[[], Outcome], relative: float = 
     else:
         assert_equal(found, expected)
     return report
+
+
+def assert_compiles(model: nn.Module, *given: Any, compute: Callable[..., Any] = outcome, **options: Any) -> None:
+    """The model, patched and compiled without a break in its graph, computes what it computes unpatched."""
+    expected = compute(model, *given)
+    patch_model(model, **options)
+    torch._dynamo.reset()
+    assert_agree(compute(torch.compile(model, backend="aot_eager", fullgraph=True), *given), expected)
+
+
+def assert_obeys(change: Callable[[Any], Any], model: Any, *given: Any, compute: Any = outcome, **options: Any) -> Any:
+    """After a change the patched model computes what the unpatched one does after it. Returns the report."""
+    model, original, report = patched_pair(model, **options)
+    for each in (model, original):
+        torch.manual_seed(0)
+        change(each)
+    assert_agree(compute(model, *given), compute(original, *given), 1e-4)
+    return report

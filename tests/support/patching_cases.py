@@ -18,6 +18,7 @@ from onetrip.patching.source import parse
 from outcomes import Outcome, assert_agree, outcome, parameter_gradients, patched_pair
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
 compiles_transformers = pytest.mark.skipif(
@@ -60,7 +61,9 @@ def twice(function: Callable[..., Any]) -> Any:
     return wrapper
 
 
-def written(base: type, body: str, names: dict[str, Any], arguments: str = "x", method: str = "forward") -> Any:
+def written(
+    base: type, body: str, names: dict[str, Any], arguments: str = "x", method: str = "forward", decorators: Any = ()
+) -> Any:
     """A subclass of base with one more method, whose source patterns can read.
 
     body: its statements; "; " parts two of the same indentation. names: its globals; ruff removes an import that the
@@ -70,13 +73,15 @@ def written(base: type, body: str, names: dict[str, Any], arguments: str = "x", 
     for line in textwrap.dedent(body).strip().splitlines():
         indentation = line[: len(line) - len(line.lstrip())]
         lines += [f"        {indentation}{statement}\n" for statement in line.lstrip().split("; ")]
-    source = [f"class {base.__name__}(base):\n", f"    def {method}(self, {arguments}):\n", *lines]
+    names["decorators"] = decorators
+    decorated = [f"    @decorators[{i}]\n" for i in range(len(decorators))]
+    source = [f"class {base.__name__}(base):\n", *decorated, f"    def {method}(self, {arguments}):\n", *lines]
     file = f"<forward {hash(tuple(source))}>"
     linecache.cache[file] = (0, None, source, file)
     defined: dict[str, Any] = {"base": base}
     exec(compile("".join(source), file, "exec"), names, defined)
     cls = defined[base.__name__]
-    assert isinstance(parse(vars(cls)[method]), ast.FunctionDef)  # patterns can read it
+    assert decorators or isinstance(parse(vars(cls)[method]), ast.FunctionDef)  # patterns can read it
     return cls
 
 
@@ -450,6 +455,12 @@ class NormBlock(nn.Module):
 class Direct(NormBlock):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def checkpointed(module: nn.Module, use_reentrant: bool) -> nn.Module:
+    """The module, whose forward runs again in backward."""
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=use_reentrant)
+    return module
 
 
 def step(model: nn.Module, x: Tensor) -> Outcome:

@@ -27,6 +27,7 @@ from .activations.methods import read_methods
 from .attention import Attention, Interface, SoftmaxRegions, eager, one_mask, read_attention
 from .attention.cached import CacheUpdates
 from .attention.heads import Heads
+from .attention.interface import reads_strides
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import Dropout, FunctionalDropouts
@@ -199,9 +200,8 @@ class Classifier:
             if mask is not None:
                 parts, source = [mask], self.rewrite(module, mask).forward
         n_attention = len(parts)
-        calls_library = isinstance(reading, Interface) and reading.calls_library(module)
         for kind in _IN_ORDER:
-            if kind in (Heads, CacheUpdates) and not calls_library:
+            if kind in (Heads, CacheUpdates) and not (isinstance(reading, Interface) and reads_strides(module)):
                 continue
             forward = self._once(_read, cls, source, kind.in_wrapper)
             if isinstance(forward, Forward):

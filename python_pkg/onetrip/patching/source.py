@@ -155,6 +155,15 @@ def without_annotations(arguments: ast.arguments) -> ast.arguments:
     return arguments
 
 
+def passed_on(parameters: ast.arguments) -> str:
+    """The arguments of a call with all that a function was given."""
+    names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
+    names += [f"*{parameters.vararg.arg}"] if parameters.vararg else []
+    names += [f"{each.arg}={each.arg}" for each in parameters.kwonlyargs]
+    names += [f"**{parameters.kwarg.arg}"] if parameters.kwarg else []
+    return ", ".join(names)
+
+
 def calls_in(expression: ast.AST) -> list[ast.Call]:
     """All calls in a tree."""
     return [node for node in ast.walk(expression) if isinstance(node, ast.Call)]

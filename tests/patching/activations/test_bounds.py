@@ -10,8 +10,8 @@ import torch
 from onetrip.patching import patch_model, unpatch_model
 from outcomes import assert_agree, assert_equal, outcome, patch_and_compare
 from patching_cases import WIDTH, inputs, randomised, tiny_mixture, written
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
+from torch.nn import functional as F  # noqa: F401 (forwards read it)
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,92 +54,11 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.packed, self.act, self.limit, self.alpha = nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), 0.5, 1.702
-        self.gate, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.up, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)
 
 
-class Interleaved(Parts):
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.packed(x)
-        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-        gate = gate.clamp(min=None, max=self.limit)
-        up = up.clamp(min=-self.limit, max=self.limit)
-        glu = gate * torch.sigmoid(gate * self.alpha)
-        return (up + 1) * glu
-
-
-class Halves(Parts):
-    def forward(self, x: Tensor) -> Tensor:
-        up, gate = self.packed(x).chunk(2, dim=-1)
-        up = up.clamp(-self.limit, self.limit)
-        gate = gate.clamp(max=self.limit)
-        return F.silu(gate) * up
-
-
-class Two(Parts):
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x).clamp(max=0.25)
-        up = self.up(x).clamp(min=-0.25, max=0.25)
-        return gate * F.sigmoid(1.5 * gate) * up
-
-
-class Dropped(Parts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.25)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x).clamp(max=self.limit)
-        up = self.up(x).clamp(min=-self.limit, max=self.limit)
-        return self.drop(self.act(gate) * up)
-
-
-@pytest.mark.parametrize(
-    ("make", "call"),
-    [
-        (Interleaved, "gated_0_(self, None, glu, limit=self.limit, alpha=self.alpha)"),
-        (Halves, "gated_0_(self, F.silu, gate, limit=self.limit)"),
-        (Two, "gated_0_(self, None, gate, up, limit=0.25, alpha=1.5)"),
-        (Dropped, "gated_0_(self, self.act, gate, up, limit=self.limit, dropout=self.drop)"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_forms(make: type[Parts], call: str) -> None:
-    model, (x,) = randomised(make()).eval(), inputs()
-    expected = outcome(model, x)
-    report = patch_model(model, patterns=("gated_mlp",))
-    assert call in report.diff("") and "clamp" not in "".join(_added(report.diff("")))
-    assert_agree(outcome(model, x), expected)
-    assert report.calls() == {"": (1, 0)}
-    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
-    assert_agree(outcome(copy.deepcopy(model), x), expected)
-    unpatch_model(model)
-    assert_equal(outcome(model, x), expected)
-
-
-def _added(diff: str) -> list[str]:
-    return [line for line in diff.splitlines() if line.startswith("+")]
-
-
-@pytest.mark.parametrize("make", [Interleaved, Halves])
-def test_limit_and_alpha_are_read_at_each_call(make: type[Parts]) -> None:
-    model, (x,) = randomised(make()), inputs()
-    report = patch_model(model, patterns=("gated_mlp",))
-    original = unpatch_model(copy.deepcopy(model))
-    for limit in (0.1, 3, torch.tensor(0.5), float("inf"), -0.5):
-        for each in (model, original):
-            each.limit, each.alpha = limit, 0.7
-        assert_agree(outcome(model, x), outcome(original, x))
-    assert report.calls() == {"": (3, 2)}  # what is no positive number is left to torch
-
-
-@pytest.mark.parametrize("make", [Interleaved, Halves, Two, Dropped])
-def test_float64_is_left_to_torch(make: type[Parts]) -> None:
-    model, (x,) = randomised(make()), inputs()
-    expected = outcome(copy.deepcopy(model).double(), x.double())
-    report = patch_model(model, patterns=("gated_mlp",))
-    model.double()
-    assert_equal(outcome(model, x.double()), expected)
-    assert report.calls() == {"": (0, 1)}
+def of(body: str) -> Any:
+    return written(Parts, body, globals())
 
 
 GATE = "gate = self.gate(x).clamp(max=self.limit)"
@@ -149,6 +68,69 @@ PARTS = "gate, up = self.packed(x).chunk(2, dim=-1)"
 COLUMNS = "h = self.packed(x); gate, up = h[..., ::2], h[..., 1::2]"
 GATE_PART = "gate = gate.clamp(max=self.limit)"
 UP_PART = "up = up.clamp(min=-self.limit, max=self.limit)"
+FORMS = {
+    "gated_0_(self, None, glu, limit=self.limit, alpha=self.alpha)": f"""
+        {COLUMNS}
+        gate = gate.clamp(min=None, max=self.limit)
+        {UP_PART}
+        glu = gate * torch.sigmoid(gate * self.alpha)
+        return (up + 1) * glu""",
+    "gated_0_(self, F.silu, gate, limit=self.limit)": f"""
+        up, gate = self.packed(x).chunk(2, dim=-1)
+        up = up.clamp(-self.limit, self.limit)
+        {GATE_PART}
+        return F.silu(gate) * up""",
+    "gated_0_(self, None, gate, up, limit=0.25, alpha=1.5)": """
+        gate = self.gate(x).clamp(max=0.25)
+        up = self.up(x).clamp(min=-0.25, max=0.25)
+        return gate * F.sigmoid(1.5 * gate) * up""",
+    "gated_0_(self, self.act, gate, up, limit=self.limit, dropout=self.drop)": f"""
+        {GATE}
+        {UP}
+        return self.drop(self.act(gate) * up)""",
+}
+"""By the call that takes their place."""
+INTERLEAVED, HALVES, *_ = FORMS.values()
+
+
+@pytest.mark.parametrize("call", FORMS)
+def test_forms(call: str) -> None:
+    model, (x,) = randomised(of(FORMS[call])()), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model, patterns=("gated_mlp",))
+    assert call in report.diff("") and "clamp" not in "".join(_added(report.diff("")))
+    assert_agree(outcome(model, x), expected)
+    assert report.calls() == {"": (1, 0)}
+    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
+    unpatch_model(model)
+    assert_equal(outcome(model, x), expected)
+
+
+def _added(diff: str) -> list[str]:
+    return [line for line in diff.splitlines() if line.startswith("+")]
+
+
+@pytest.mark.parametrize("body", [INTERLEAVED, HALVES], ids=["interleaved", "halves"])
+def test_limit_and_alpha_are_read_at_each_call(body: str) -> None:
+    model, (x,) = randomised(of(body)()), inputs()
+    report = patch_model(model, patterns=("gated_mlp",))
+    original = unpatch_model(copy.deepcopy(model))
+    for limit in (0.1, 3, torch.tensor(0.5), float("inf"), -0.5):
+        for each in (model, original):
+            each.limit, each.alpha = limit, 0.7
+        assert_agree(outcome(model, x), outcome(original, x))
+    assert report.calls() == {"": (3, 2)}  # what is no positive number is left to torch
+
+
+def test_float64_is_left_to_torch() -> None:
+    model, (x,) = randomised(of(INTERLEAVED)()), inputs()
+    expected = outcome(copy.deepcopy(model).double(), x.double())
+    report = patch_model(model, patterns=("gated_mlp",))
+    model.double()
+    assert_equal(outcome(model, x.double()), expected)
+    assert report.calls() == {"": (0, 1)}
+
+
 OF_SOMETHING_ELSE = {
     "another gate": f"{PARTS}; gate = (gate + 1.0).clamp(max=self.limit); {UP_PART}; {PRODUCT}",
     "another up": f"{PARTS}; {GATE_PART}; up = (2.0 * up).clamp(min=-self.limit, max=self.limit); {PRODUCT}",
@@ -168,7 +150,7 @@ OF_SOMETHING_ELSE = {
 @pytest.mark.parametrize("name", OF_SOMETHING_ELSE)
 def test_bounds_of_something_else_than_the_halves(name: str) -> None:
     """Fused, of two tensors."""
-    model, (x,) = randomised(written(Parts, OF_SOMETHING_ELSE[name], globals())()), inputs()
+    model, (x,) = randomised(of(OF_SOMETHING_ELSE[name])()), inputs()
     report = patch_and_compare(model, lambda: outcome(model, x), patterns=("gated_mlp",))
     assert report.calls() == {"": (1, 0)}
 
@@ -204,7 +186,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_forms_keep_their_bounds(name: str) -> None:
-    model, (x,) = randomised(written(Parts, OTHERS[name], globals())()), inputs()
+    model, (x,) = randomised(of(OTHERS[name])()), inputs()
     if name == "another activation":
         model.act = nn.GELU()
     elif name == "limit in a buffer":

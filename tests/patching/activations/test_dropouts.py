@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip import ops, patch_model, unpatch_model
+from onetrip.measure import saved_bytes
 from onetrip.ops.common.rng import dropout_scale
 from onetrip.patching import dropouts
 from patching_cases import written
@@ -62,22 +63,15 @@ DROPPED_NAME = """
 ReturnsAName = written(CallsTheFunction, DROPPED_NAME, globals())
 
 
-class BesideASum(CallsTheFunction):
+class WithANorm(CallsTheFunction):
     def __init__(self) -> None:
         super().__init__()
         self.drop, self.norm = nn.Dropout(0.25), nn.LayerNorm(64)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = functional.dropout(torch.cos(self.up(x)), p=self.p, training=self.training)
-        return self.norm(x + self.drop(self.down(h)))
 
-
-class BesideATail(BesideASum):
-    def forward(self, x: Tensor) -> Tensor:
-        h = functional.dropout(torch.cos(self.up(x)), p=self.p, training=self.training)
-        h = self.down(h)
-        h = self.drop(h)
-        return h
+INNER = "h = functional.dropout(torch.cos(self.up(x)), p=self.p, training=self.training); h = self.down(h)"
+BesideASum = written(WithANorm, f"{INNER}; return self.norm(x + self.drop(h))", globals())
+BesideATail = written(WithANorm, f"{INNER}; h = self.drop(h); return h", globals())
 
 
 class AddsWhatItReturns(nn.Module):
@@ -188,10 +182,8 @@ def test_a_probability_that_cannot_be_read_yet_is_asked_for_by_calls() -> None:
         def later(self) -> float:
             raise RuntimeError("not yet")
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cos(functional.dropout(self.up(x), p=self.later, training=self.training))
-
-    model = Later()
+    body = "return torch.cos(functional.dropout(self.up(x), p=self.later, training=self.training))"
+    model = written(Later, body, globals())()
     assert dropouts_of(model) == [""]
     with pytest.raises(RuntimeError, match="not yet"):
         model(torch.ones(SHAPE))
@@ -210,8 +202,7 @@ def test_results_have_the_strides_that_torch_gives_them(base: Any, call: str) ->
 
 
 def test_traced_symbolically() -> None:
-    model = ReturnsAName()
-    patch_model(model)
+    patch_model(model := ReturnsAName())
     assert "dropout" in torch.fx.symbolic_trace(model).code
 
 
@@ -256,13 +247,9 @@ def test_forwards_of_whole_models_are_read_too() -> None:
 
 
 def test_no_mask_is_kept_for_backward() -> None:
-    kept: list[tuple[int, ...]] = []
-    model = FeedForward()
+    model, x = FeedForward(), torch.randn(SHAPE, requires_grad=True)
     patch_model(model)
-    x = torch.randn(SHAPE, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t):
-        model.drop(x)
-    assert kept == []
+    assert saved_bytes(lambda: model.drop(x)) == 0
 
 
 def test_evaluation_and_small_tensors_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,10 +356,9 @@ def test_gradients_of_each_sample_of_a_model_in_training() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_it_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_it_is_inductors() -> None:
     model = FeedForward()
     report = patch_model(model)
-    torch.compiler.reset()
     y = torch.compile(model, fullgraph=True, backend="aot_eager")(torch.randn(SHAPE, requires_grad=True))
     y.sum().backward()
     assert report.calls()["drop"] == (0, 0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import types
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +11,8 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
-from outcomes import assert_agree, loss_outcome
-from patching_cases import WIDTH, ZOO, module_of, tiny_model, token_ids
+from outcomes import assert_agree, assert_compiles, loss_outcome
+from patching_cases import WIDTH, ZOO, tiny_model, token_ids, written
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -124,39 +122,35 @@ def test_an_update_of_ones_own_is_called() -> None:
     assert len(seen) == 2 and set(report.calls().values()) == {(0, 0)}
 
 
-OTHERS = {
-    "returned": ("y = self.out(", "return key, value\n        y = self.out("),
-    "viewed": ("function = ", "key = key.view(key.shape)\n        function = "),
-    "given to another function": ("function = ", "key = torch.relu(key)\n        function = "),
-    "written to": ("y = self.out(", "x *= 2.0\n        y = self.out("),
-}
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.config, self.is_causal = SimpleNamespace(_attn_implementation="sdpa"), False
 
-    def forward(self, x: Tensor, cache: Any) -> Any:
-        shape = (*x.shape[:-1], -1, 4)
-        query, key, value = (each(x).view(shape).transpose(1, 2) for each in (self.q, self.k, self.v))
-        key, value = cache.update(key, value, 0)
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
-        y, _ = function(self, query, key, value, None, scaling=1.0)
-        y = self.out(y.reshape(x.shape))
-        return y
+
+FORWARD = """
+    shape = (*x.shape[:-1], -1, 4)
+    query, key, value = (each(x).view(shape).transpose(1, 2) for each in (self.q, self.k, self.v))
+    key, value = cache.update(key, value, 0)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+    y, _ = function(self, query, key, value, None, scaling=1.0)
+    y = self.out(y.reshape(x.shape))
+    return y"""
+OTHERS = {
+    "none": ("", ""),
+    "returned": ("y = self.out(", "return key, value; y = self.out("),
+    "viewed": ("function = ", "key = key.view(key.shape); function = "),
+    "given to another function": ("function = ", "key = torch.relu(key); function = "),
+    "written to": ("y = self.out(", "x *= 2.0; y = self.out("),
+}
 
 
-@pytest.mark.parametrize("name", [None, *OTHERS])
-def test_what_else_reads_keys_has_copies(name: str | None, tmp_path: Path) -> None:
-    source = inspect.getsource(Attention)
-    if name is not None:
-        assert OTHERS[name][0] in source
-        source = source.replace(*OTHERS[name])
-    names = "SimpleNamespace, Any, Tensor, nn, torch, WIDTH, ALL_ATTENTION_FUNCTIONS"
-    model = module_of(f"from {__name__} import {names}\n\n\n{source}", tmp_path).Attention()
-    assert bool(patch_model(model, patterns=ONLY).patched) == (name is None)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_else_reads_keys_has_copies(name: str) -> None:
+    assert OTHERS[name][0] in FORWARD
+    model = written(Attention, FORWARD.replace(*OTHERS[name], 1), globals(), "x, cache")()
+    assert bool(patch_model(model, patterns=ONLY).patched) == (name == "none")
 
 
 def test_eager_attention_reads_copies() -> None:
@@ -172,7 +166,4 @@ def test_attention_false_leaves_the_cache_alone() -> None:
 
 
 def test_compiles_without_a_break() -> None:
-    original, model, _ = pair("llama")
-    expected = loss_outcome(original, ZOO["llama"].inputs())
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_agree(loss_outcome(compiled, ZOO["llama"].inputs()), expected)
+    assert_compiles(pair("llama")[0], ZOO["llama"].inputs(), compute=loss_outcome, patterns=ONLY)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
 from outcomes import assert_agree, loss_outcome
-from patching_cases import WHISPER, WIDTH, module_of, speech, tiny_model
+from patching_cases import WHISPER, WIDTH, speech, tiny_model, written
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -29,56 +27,44 @@ def eager(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **o
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value, None
 
 
-class Attention(nn.Module):
-    """As Whisper's."""
-
+class Parts(nn.Module):
     def __init__(self, implementation: str = "sdpa") -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.same = nn.Identity()
         self.config, self.is_causal = SimpleNamespace(_attn_implementation=implementation), False
 
-    def forward(self, x: Tensor, store: Any = None) -> Any:
-        shape = (*x.shape[:-1], -1, 4)
-        q = (self.q(x) * 0.5).view(shape).transpose(1, 2).contiguous()
-        k = self.k(x).view(shape).transpose(1, 2).contiguous()
-        v = self.v(x).view(shape).transpose(1, 2).contiguous()
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        y, _ = function(self, q, k, v, None, scaling=1.0)
-        y = y.reshape(x.shape)
-        return self.out(y)
 
-
+FORWARD = """
+    shape = (*x.shape[:-1], -1, 4)
+    q = (self.q(x) * 0.5).view(shape).transpose(1, 2).contiguous()
+    k = self.k(x).view(shape).transpose(1, 2).contiguous()
+    v = self.v(x).view(shape).transpose(1, 2).contiguous()
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+    y, _ = function(self, q, k, v, None, scaling=1.0)
+    y = y.reshape(x.shape)
+    return self.out(y)"""
+Attention = written(Parts, FORWARD, globals(), "x, store=None")
+"""As Whisper's."""
 LINE = "v = self.v(x).view(shape).transpose(1, 2).contiguous()"
 RESHAPED = "y = y.reshape(x.shape)"
 OTHERS = {
     "returned": [("return self.out(y)", "return self.out(y), q, k, v")],
-    "written to": [(LINE, f"{LINE}\n        q.mul_(2.0)")],
+    "written to": [(LINE, f"{LINE}; q.mul_(2.0)")],
     "of the input": [("self.q(x) * 0.5", "x"), ("self.k(x)", "x"), ("self.v(x)", "x")],
     "of no linear layer": [(f"self.{name}(x)", "self.same(x)") for name in "qkv"],
-    "result written to": [(RESHAPED, f"y *= 2.0\n        {RESHAPED}")],
-    "view of the result written to": [(RESHAPED, f"{RESHAPED}\n        y *= 2.0")],
+    "result written to": [(RESHAPED, f"y *= 2.0; {RESHAPED}")],
+    "view of the result written to": [(RESHAPED, f"{RESHAPED}; y *= 2.0")],
     "result returned": [(RESHAPED, "return y")],
-    "another function": [("y, _ = ", "if x.shape[1] < 100:\n            function = eager\n        y, _ = ")],
+    "another function": [("y, _ = ", "if x.shape[1] < 100: function = eager; y, _ = ")],
     "no cache": [
-        (LINE, f"{LINE}\n        seen, kept = store.update(k, v)\n        store.update(q, q)"),
+        (LINE, f"{LINE}; seen, kept = store.update(k, v); store.update(q, q)"),
         ("q, k, v, None", "q, seen, kept, None"),
     ],
-    "own update": [(LINE, f"{LINE}\n        self.update(q, k, v)")],
+    "own update": [(LINE, f"{LINE}; self.update(q, k, v)")],
     "other dimensions": [("transpose(1, 2)", "transpose(2, 3)")],
 }
-"""Changes of Attention's source, by what they make of q, k and v, or of the result."""
-
-
-@pytest.fixture
-def changed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """An Attention with another source."""
-    source = inspect.getsource(Attention)
-    for old, other in OTHERS[request.param]:
-        assert old in source
-        source = source.replace(old, other)
-    names = ("SimpleNamespace", "Any", "Tensor", "nn", "WIDTH", "ALL_ATTENTION_FUNCTIONS", "eager")
-    return module_of(f"from {__name__} import {', '.join(names)}\n\n\n{source}", tmp_path).Attention()
+"""Changes of FORWARD, by what they make of q, k and v, or of the result."""
 
 
 @pytest.fixture
@@ -110,15 +96,9 @@ def test_without_gradients_whisper_does_what_it_did(whisper: Any) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed(whisper: Any, use_reentrant: bool) -> None:
+def test_checkpointed_beside_everything_else(whisper: Any, use_reentrant: bool) -> None:
     expected = loss_outcome(whisper, speech())
     whisper.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    patch_model(whisper)
-    assert_agree(loss_outcome(whisper, speech()), expected)
-
-
-def test_beside_everything_else(whisper: Any) -> None:
-    expected = loss_outcome(whisper, speech())
     patch_model(whisper)
     for _ in range(2):
         assert_agree(loss_outcome(whisper, speech()), expected)
@@ -132,9 +112,13 @@ def test_an_attention_of_ones_own(x: Tensor) -> None:
     assert report.calls() == {"": (3, 0)}
 
 
-@pytest.mark.parametrize("changed", OTHERS, indirect=True)
-def test_what_others_may_read_is_copied(changed: Any) -> None:
-    assert not patch_model(changed, patterns=ONLY).patched
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_others_may_read_is_copied(name: str) -> None:
+    body = FORWARD
+    for old, other in OTHERS[name]:
+        assert old in body
+        body = body.replace(old, other)
+    assert not patch_model(written(Parts, body, globals(), "x, store=None")(), patterns=ONLY).patched
 
 
 @pytest.mark.parametrize("decorate", [lambda own: own, functools.wraps(ALL_ATTENTION_FUNCTIONS["sdpa"])])

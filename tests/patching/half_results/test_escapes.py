@@ -105,11 +105,6 @@ FORWARDS = {
 }
 
 
-class ShadowedByAParameter(NormBlock):
-    def forward(self, x: Tensor, product: Any = torch.mul) -> Tensor:
-        return product(self.norm(x), 3.0)
-
-
 class Returning(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -128,13 +123,8 @@ class Block(NormBlock):
         self.same, self.inner = Returning(), Inner()
 
 
-class CallsMore(NormBlock):
-    """A method or an attribute calls the norm, too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(self.norm(x), self.weight) + self.more(x)
-
-
+CallsMore = written(NormBlock, "return linear(self.norm(x), self.weight) + self.more(x)", globals())
+"""A method or an attribute calls the norm, too."""
 METHODS = {
     "in a method": "return self.norm(x)",
     "in a lambda of a method": "return (lambda: self.norm(x))()",
@@ -146,12 +136,6 @@ class InAProperty(CallsMore):
     @property
     def more(self) -> Any:
         return self.norm
-
-
-class InADecoratedMethod(CallsMore):
-    @torch.no_grad()
-    def more(self, x: Tensor) -> Tensor:
-        return self.norm(x)
 
 
 class InAListOfChildren(NormBlock):
@@ -188,9 +172,6 @@ class WithAnotherKindOfWeight(NormBlock):
         super().__init__()
         self.weight = OfAnotherKind(torch.eye(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(self.norm(x), self.weight)
-
 
 class Sums:
     def __matmul__(self, x: Tensor) -> Tensor:
@@ -198,22 +179,17 @@ class Sums:
 
 
 class ByAnOperator(NormBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operator = Sums()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.operator @ self.norm(x)
+    operator = Sums()
 
 
 ESCAPES = {name: written(Block, body, globals(), "x, flag=False") for name, body in FORWARDS.items()}
 ESCAPES |= {name: written(CallsMore, body, globals(), method="more") for name, body in METHODS.items()}
 ESCAPES |= {
-    kind.__name__: kind
-    for kind in (
-        *(ShadowedByAParameter, InAProperty, InADecoratedMethod, InAListOfChildren, InAnotherListOfChildren),
-        *(InACachedProperty, WithAnotherKindOfWeight, ByAnOperator),
-    )
+    "in a decorated method": written(CallsMore, METHODS["in a method"], globals(), "x", "more", [torch.no_grad()]),
+    "of another kind of weight": written(WithAnotherKindOfWeight, ALONE, globals()),
+    "by an operator": written(ByAnOperator, "return self.operator @ self.norm(x)", globals()),
+    "by a parameter": written(NormBlock, "return product(self.norm(x), 3.0)", globals(), "x, product=torch.mul"),
+    **{kind.__name__: kind for kind in (InAProperty, InAListOfChildren, InAnotherListOfChildren, InACachedProperty)},
 }
 
 

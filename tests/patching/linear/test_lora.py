@@ -15,8 +15,8 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear import readers
 from onetrip.patching.verify import RNG, MaskedDropout
-from outcomes import assert_agree, assert_equal, patch_and_compare, penalty_gradients
-from patching_cases import DECODER, WIDTH, inputs, randomised, tiny_model
+from outcomes import assert_agree, assert_compiles, assert_equal, assert_obeys, patch_and_compare, penalty_gradients
+from patching_cases import DECODER, WIDTH, checkpointed, inputs, randomised, tiny_model
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
@@ -29,8 +29,7 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.out = (nn.Linear(WIDTH, n, bias=bias) for n, bias in ((24, True), (24, False), (8, True)))
-        self.out = nn.Linear(24, 8)
+        self.q, self.k, self.out = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24, bias=False), nn.Linear(24, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(self.q(x) * self.k(x))
@@ -48,6 +47,14 @@ def adapted(names: tuple[str, ...] = ("default",), **options: Any) -> Any:
         if isinstance(each, peft.tuners.tuners_utils.BaseTunerLayer):
             each.set_adapter(list(names))
     return model.train()
+
+
+def with_base_in(dtype: torch.dtype) -> Any:
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 @pytest.mark.parametrize("names", [("default",), ("one", "two")], ids=len)
@@ -112,10 +119,7 @@ def test_dropout_keeps_one_tensor_for_all_adapters_of_an_input() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_does_not_cast_what_it_casts_back(dtype: torch.dtype) -> None:
     """Adapters in float32 beside a layer in bfloat16: PEFT's default, under Trainer's bf16."""
-    model, (x,) = adapted(), inputs()
-    for name, parameter in model.named_parameters():
-        if "lora" not in name:
-            parameter.data = parameter.data.to(dtype)
+    model, (x,) = with_base_in(dtype), inputs()
 
     def run(model: Any, dtype: torch.dtype) -> outcomes.Outcome:
         with torch.autocast("cpu", torch.bfloat16):
@@ -135,10 +139,7 @@ def test_autocast_does_not_cast_what_it_casts_back(dtype: torch.dtype) -> None:
 
 def test_float32_adapters_of_a_bfloat16_layer_without_autocast_are_left() -> None:
     """Their sum is in float32: no product of bfloat16 computes it."""
-    model, (x,) = adapted(), inputs()
-    for name, parameter in model.named_parameters():
-        if "lora" not in name:
-            parameter.data = parameter.data.bfloat16()
+    model, (x,) = with_base_in(torch.bfloat16), inputs()
     report = patch_and_compare(model, lambda: outcome(model, x.bfloat16()), relative=3e-2)
     assert all(fallbacks == 1 for _, fallbacks in report.calls().values())
 
@@ -203,7 +204,6 @@ def layers(model: Any) -> list[Any]:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "frozen": frozen_base,
     "hooked": lambda model: model.q.lora_B["default"].register_forward_hook(lambda module, args, y: 2.0 * y),
-    "with a bias": with_bias,
     "disabled": lambda model: [each.enable_adapters(False) for each in layers(model)],
     "merged": lambda model: [each.merge() for each in layers(model)],
     "rescaled": lambda model: model.q.scale_layer(3.0),
@@ -213,10 +213,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_layers_changed_after_patching(name: str) -> None:
-    model, (x,) = adapted(), inputs()
-    patch_model(model)
-    CHANGES[name](model)
-    assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
+    assert_obeys(CHANGES[name], adapted(), *inputs(), compute=outcome)
 
 
 class Broadcast(nn.Linear):
@@ -234,14 +231,13 @@ def broadcast(model: Any) -> None:
     model.q.base_layer.__class__ = Broadcast
 
 
-@pytest.mark.parametrize("change", [scaled_by_a_tensor, broadcast, with_bias])
+CHANGES_OF_SUMS = {scaled_by_a_tensor: 2, broadcast: 1, with_bias: 2}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_SUMS)
 def test_sums_that_no_product_computes(change: Callable[[Any], None]) -> None:
-    model, (x,) = adapted(), inputs()
-    report = patch_model(model)
-    change(model)
-    assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
-    fused, fallbacks = report.calls()["q"]
-    assert fallbacks == 1 and fused == (1 if change is broadcast else 2)
+    report = assert_obeys(change, adapted(), *inputs(), compute=outcome)
+    assert report.calls()["q"] == (CHANGES_OF_SUMS[change], 1)
 
 
 def test_traced_by_torchscript() -> None:
@@ -268,21 +264,12 @@ def test_checkpointing(autocast: bool, p: float, use_reentrant: bool) -> None:
     model, (x,) = adapted(lora_dropout=p), inputs()
     patch_model(model)
 
-    def run(checkpointed: bool) -> outcomes.Outcome:
-        def forward(x: Tensor) -> Any:
-            if not checkpointed:
-                return model(x)
-            return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
-
-        model.zero_grad()
+    def run(model: Any) -> outcomes.Outcome:
         torch.manual_seed(0)
-        leaf = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = forward(2.0 * leaf)
-        y.square().sum().backward()
-        return {"y": y.detach(), "x": leaf.grad} | outcomes.parameter_gradients(model)
+            return outcome(model, x)
 
-    found, expected = run(True), run(False)
+    expected, found = run(model), run(checkpointed(model, use_reentrant))
     assert torch.equal(found["y"], expected["y"])
     assert_agree(found, expected, relative=0.01 if autocast else 1e-5)  # autocast rounds parts of the input's gradient
 
@@ -295,10 +282,7 @@ def test_second_derivatives() -> None:
 
 
 def test_compiles_without_a_break() -> None:
-    model, (x,) = adapted(), inputs()
-    expected = outcome(model, x)
-    patch_model(model)
-    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
+    assert_compiles(adapted(), *inputs(), compute=outcome)
 
 
 def test_vmap() -> None:
@@ -323,10 +307,8 @@ def test_quantized_layers_of_bitsandbytes(dtype: torch.dtype) -> None:
     report = patch_and_compare(model, lambda: outcome(model, x), relative=3e-2 if dtype == torch.bfloat16 else 1e-5)
     assert [(site.name, site.pattern) for site in report.patched] == [("0", "lora")]
     assert report.calls() == {"0": (2, 0)}
-    for parameter in model[0].lora_A.parameters():
-        parameter.data = parameter.data.to(torch.float32)
-    for parameter in model[0].lora_B.parameters():
-        parameter.data = parameter.data.to(torch.float32)
+    model[0].lora_A.float()
+    model[0].lora_B.float()
     y = model(x)
     assert y.dtype == dtype and report.calls()["0"][1] == (dtype == torch.bfloat16)
     torch.testing.assert_close(y, unpatch_model(model)(x), rtol=2e-2, atol=2e-1)

@@ -14,7 +14,7 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import calls, patch_model
 from outcomes import Outcome, assert_agree, outcome, patch_and_compare
-from patching_cases import WIDTH, randomised
+from patching_cases import WIDTH, randomised, written
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -30,8 +30,7 @@ class Mlp(nn.Module):
         self.c_fc, self.c_proj, self.dropout = Conv1D(2 * WIDTH, WIDTH), Conv1D(WIDTH, 2 * WIDTH), nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_fc(x)
-        x = functional.gelu(x)
+        x = functional.gelu(self.c_fc(x))
         x = self.c_proj(x)
         x = self.dropout(x)
         return x
@@ -86,18 +85,12 @@ def test_hooks_see_the_whole_result(model: Any, x: Tensor) -> None:
     torch.testing.assert_close(seen[0], expected)
 
 
-class Shifted(Conv1D):
-    def forward(self, x: Tensor) -> Tensor:
-        size_out = (*x.size()[:-1], self.nf)
-        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight + 1.0)
-        return x.view(size_out)
-
-
-class TwiceTheBias(Conv1D):
-    def forward(self, x: Tensor) -> Tensor:
-        size_out = x.size()[:-1] + (self.nf,)  # noqa: RUF005
-        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight, beta=2.0)
-        return x.view(size_out)
+SHIFTED = """
+    size_out = (*x.size()[:-1], self.nf)
+    x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight + 1.0)
+    return x.view(size_out)"""
+TWICE_THE_BIAS = SHIFTED.replace("self.weight + 1.0", "self.weight, beta=2.0")
+BY_LINEAR = "return functional.linear(x, self.weight.t(), self.bias)"
 
 
 class Inherited(Conv1D):
@@ -110,12 +103,10 @@ class OwnCall(Conv1D):
         return result
 
 
-class ByLinear(Conv1D):
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.t(), self.bias)
+OTHERS = [OwnCall, *(written(Conv1D, body, globals()) for body in (SHIFTED, TWICE_THE_BIAS, BY_LINEAR))]
 
 
-@pytest.mark.parametrize("cls", [Shifted, TwiceTheBias, OwnCall, ByLinear])
+@pytest.mark.parametrize("cls", OTHERS, ids=["own call", "shifted", "twice the bias", "by linear"])
 def test_other_forwards_are_called(cls: Any, x: Tensor) -> None:
     model = Block()
     model.mlp.c_fc, model.mlp.c_proj = cls(2 * WIDTH, WIDTH), cls(WIDTH, 2 * WIDTH)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
-from outcomes import assert_agree, outcome
-from patching_cases import WIDTH, randomised
+from outcomes import assert_agree, assert_compiles, assert_obeys, outcome
+from patching_cases import WIDTH, checkpointed, randomised, written
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional  # noqa: F401 (a forward reads it)
 
 ONLY = ("layer_scale",)
 N_ROWS = 2 * WIDTH
@@ -153,10 +153,7 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_changed_after_patching_is_called(name: str, rows: Tensor) -> None:
-    original, model, report = pair(Layer, patterns=ONLY)
-    for each in (original, model):
-        CHANGES[name](each)
-    assert_agree(outcome(model, rows), outcome(original, rows), 1e-4)
+    report = assert_obeys(CHANGES[name], randomised(Layer()).train(), rows, patterns=ONLY)
     assert report.calls() == {"": (1, 1)}
 
 
@@ -169,34 +166,23 @@ def test_a_dropout_stays_between(rows: Tensor) -> None:
 
 
 def test_a_dropout_that_was_replaced_is_called(rows: Tensor) -> None:
-    original, model, report = pair(Parameters, patterns=ONLY)
-    for each in (original, model):
-        each.dropout = nn.Sequential(nn.Tanh())
-    assert_agree(outcome(model, rows), outcome(original, rows), 1e-4)
-    assert report.calls() == {"": (0, 2)}
+    def change(layer: Any) -> None:
+        layer.dropout = nn.Sequential(nn.Tanh())
+
+    assert assert_obeys(change, randomised(Parameters()).train(), rows, patterns=ONLY).calls() == {"": (0, 2)}
 
 
 @pytest.mark.parametrize("frozen", ["mlp.down.weight", "mlp.down.bias", "scale_2.vector"])
 def test_frozen_parameters(frozen: str, rows: Tensor) -> None:
-    original, model, _ = pair(Layer)
-    for each in (original, model):
-        each.get_parameter(frozen).requires_grad_(False)
-    assert_agree(outcome(model, rows), outcome(original, rows))
+    assert_obeys(lambda layer: layer.get_parameter(frozen).requires_grad_(False), randomised(Layer()).train(), rows)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed(use_reentrant: bool, rows: Tensor) -> None:
     original, model, _ = pair(Layer)
 
-    class Checkpointed(nn.Module):
-        def __init__(self, layer: Layer) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Any:
-            return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=use_reentrant)
-
-    assert_agree(outcome(Checkpointed(model), rows), outcome(Checkpointed(original), rows))
+    expected, found = (outcome(checkpointed(each, use_reentrant), rows) for each in (original, model))
+    assert_agree(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -227,55 +213,34 @@ def test_under_autocast_the_product_has_the_vector_s_dtype(rows: Tensor) -> None
 
 def test_a_frozen_weight_is_not_multiplied(rows: Tensor) -> None:
     """Its gradient would be computed for that of the vector."""
-    original, model, report = pair(Layer, patterns=ONLY)
-    for each in (original, model):
-        each.attention.down.requires_grad_(False)
-    assert_agree(outcome(model, rows), outcome(original, rows))
+    layer = randomised(Layer()).train()
+    report = assert_obeys(lambda each: each.attention.down.requires_grad_(False), layer, rows, patterns=ONLY)
     assert report.calls() == {"": (1, 1)}
 
 
 def test_compiles_without_a_break(rows: Tensor) -> None:
-    original, model, _ = pair(Layer)
-    expected = outcome(original, rows)
-    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), rows), expected)
+    assert_compiles(randomised(Layer()).train(), rows)
 
 
-class Kept(Layer):
-    """Something else reads what is to be multiplied."""
-
-    def forward(self, h: Tensor) -> Any:
-        y, _ = self.attention(h)
-        z = self.scale_1(y)
-        return z + y
-
-
-class Written(Layer):
-    """The linear layer may not run later: what it reads is written to."""
-
-    def forward(self, h: Tensor) -> Any:
+OTHERS = {
+    "something else reads what is to be multiplied": "y, _ = self.attention(h); z = self.scale_1(y); return z + y",
+    "what the linear layer reads is written to": """
         x = torch.sin(h)
         y = self.mlp(x)
         x.zero_()
         y = self.scale_1(y)
-        return y + h
-
-
-class Dropped(Layer):
-    """By a function, whose p may change from call to call."""
-
-    def forward(self, h: Tensor) -> Any:
+        return y + h""",
+    "a dropout whose p may change from call to call": """
         y = self.mlp(h)
         y = functional.dropout(y, p=0.5, training=self.training)
         y = self.scale_1(y)
-        return y + h
-
-
-class Looped(Layer):
-    def forward(self, h: Tensor) -> Any:
+        return y + h""",
+    "in a loop": """
         for _ in range(2):
             y = self.mlp(h)
             h = self.scale_1(y)
-        return h
+        return h""",
+}
 
 
 class Shifted(Vector):
@@ -286,7 +251,7 @@ class Shifted(Vector):
 def test_other_layers_are_no_sites() -> None:
     layer = Layer()
     layer.scale_1 = layer.scale_2 = Shifted()
-    for each in (Kept(), Written(), Dropped(), Looped(), layer):
+    for each in (layer, *(written(Layer, body, globals(), "h")() for body in OTHERS.values())):
         assert not patch_model(each, patterns=ONLY).patched
     excluded = Layer()
     assert not patch_model(excluded, patterns=ONLY, exclude=["attention", "mlp.down"]).patched

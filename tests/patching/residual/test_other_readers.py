@@ -51,13 +51,7 @@ KEEPS = {
     "an attribute": "y = self.post(h); self.kept = h; return y, self.kept",
     "an object": "result = dict(y=self.post(h), h=h); return result['y'], result['h']",
     "a function": "y = self.post(h); keep(h); return y, kept.pop()",
-    "a function in a branch": """
-        y = self.post(h)
-        if y is not None:
-            keep(h)
-        return y, kept.pop()""",
     "a tuple assignment": "residual, y = h, self.post(h); return y, residual",
-    "a tuple assignment after the norm": "y = self.post(h); residual, y = h, 2.0 * y; return y, residual",
     "two names": "k = residual = h; y = self.post(h); return y, residual",
     "an assignment expression": "y = self.post(h); print((k := h).shape); return y, k",
     "an annotated name": "y = self.post(h); k: Tensor = h; return y, k",

@@ -8,62 +8,41 @@ import pytest
 import torch
 from onetrip.ops.common.rng import dropout_scale
 from onetrip.patching import patch_model
-from outcomes import assert_agree, assert_equal, outcome, patched_pair
+from outcomes import assert_agree, outcome, patched_pair
 from patching_cases import WIDTH, Block, inputs, randomised, renames, twice, written
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-class PreNorm(Block):
-    """As a Llama layer: sum, alias, norm."""
+def block_of(body: str, arguments: str = "a, b", decorators: Any = ()) -> type[Block]:
+    return written(Block, body, globals(), arguments, decorators=decorators)
 
-    def forward(self, a: Tensor, scale: float = 1.0, **unused: Any) -> tuple[Tensor, ...]:
+
+PRE_NORM = """
+    residual = a
+    a = self.rms(a)
+    a = self.proj(a) * scale
+    a = residual + a
+    residual = a
+    a = self.post(a)
+    a = self.second(a)
+    a = residual + a
+    return (a,)"""
+POST_NORM = """
+    residual = a
+    a, _ = self.proj(a), b
+    a = functional.dropout(a, p=self.rate, training=self.training)
+    a = residual + a
+    a = self.post(a)
+    if b is not None:
         residual = a
-        a = self.rms(a)
-        a = self.proj(a) * scale
-        a = residual + a
-        residual = a
-        a = self.post(a)
-        a = self.second(a)
-        a = residual + a
-        return (a,)
-
-
-class PostNorm(Block):
-    """As a BART layer: functional dropout, sum, norm."""
-
-    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
-        residual = a
-        a, _ = self.proj(a), b
+        a = self.second(b)
         a = functional.dropout(a, p=self.rate, training=self.training)
         a = residual + a
-        a = self.post(a)
-        if b is not None:
-            residual = a
-            a = self.second(b)
-            a = functional.dropout(a, p=self.rate, training=self.training)
-            a = residual + a
-            a = self.rms(a)
-        return a
-
-
-class Nested(Block):
-    """As a CLIP layer written in one line each."""
-
-    def forward(self, a: Tensor) -> Tensor:
-        a = a + self.proj(self.rms(a))
-        a = a + self.second(self.post(a))
-        return a
-
-
-class DropoutInTheSum(Block):
-    """As a T5 layer."""
-
-    def forward(self, a: Tensor) -> tuple[Tensor, None]:
-        forwarded = self.proj(self.rms(a))
-        a = a + self.drop(forwarded)
-        outputs = (a, None)
-        return outputs
+        a = self.rms(a)
+    return a"""
+IN_ONE_LINE = "a = a + self.proj(self.rms(a)); a = a + self.second(self.post(a)); return a"
+IN_THE_SUM = "b = self.proj(self.rms(a)); a = a + self.drop(b); outputs = (a, None); return outputs"
 
 
 def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
@@ -71,10 +50,6 @@ def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Ten
     out = functional.dropout(x, p=prob, training=training)
     out = residual + out
     return out
-
-
-def block_of(body: str) -> type[Block]:
-    return written(Block, body, globals(), "a, b")
 
 
 CLAMPS = """
@@ -90,12 +65,14 @@ LOOP = """
     return b"""
 HELPER = "h = self.proj(a); h = dropout_add(h, b, self.rate, training=self.training); return self.second(h)"
 RETURNS_EARLY = "if a.shape[0] > 3: return a; return self.post(self.drop(self.proj(a)) + b)"
+PreNorm = block_of(PRE_NORM, "a, scale=1.0, **unused")
+PostNorm = block_of(POST_NORM, "a, b=None")
 CASES: dict[str, tuple[type[Block], int, str]] = {
-    "pre-norm": (PreNorm, 1, "add_norm"),
-    "post-norm": (PostNorm, 1, "dropout_add_norm"),
+    "pre-norm (Llama)": (PreNorm, 1, "add_norm"),
+    "post-norm (BART)": (PostNorm, 1, "dropout_add_norm"),
     "post-norm-cross": (PostNorm, 2, "dropout_add_norm"),
-    "nested": (Nested, 1, "add_norm"),
-    "dropout-in-the-sum": (DropoutInTheSum, 1, "dropout_add"),
+    "nested (CLIP)": (block_of(IN_ONE_LINE, "a"), 1, "add_norm"),
+    "dropout-in-the-sum (T5)": (block_of(IN_THE_SUM, "a, b=None"), 1, "dropout_add"),
     # As a parallel block: the second norm is called.
     "two-norms": (block_of("h = a + b; return self.proj(self.post(h)) + self.second(self.rms(h))"), 2, "add_norm"),
     "clamps": (block_of(CLAMPS), 2, "dropout_add"),
@@ -114,7 +91,7 @@ def test_sums_are_fused_wherever_they_stand(name: str) -> None:
     for _ in range(2):
         assert_agree(outcome(block, *inputs(n_inputs)), outcome(original, *inputs(n_inputs)))
     assert report.calls()[""][1] == 0
-    assert name == "nested" or report.calls()[""][0] >= 1
+    assert name == "nested (CLIP)" or report.calls()[""][0] >= 1
 
 
 def dropout_twice(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
@@ -129,54 +106,35 @@ def dropped_squared(x: Tensor, residual: Tensor, prob: float, training: bool) ->
     return residual + x * x
 
 
-class OtherHelpers(Block):
-    """Helpers and arguments that are left as they are written."""
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        h = dropout_add(self.proj(a), b, self.rate, self.training)
-        h = dropout_twice(h, b, self.rate, self.training)
-        h = dropped_squared(h, b, self.rate, self.training)
-        functional = None
-        h = dropout_add(h, b, self.rate, self.training)
-        return h if functional is None else b
+OTHER_HELPERS = """
+    h = dropout_add(self.proj(a), b, self.rate, self.training)
+    h = dropout_twice(h, b, self.rate, self.training)
+    h = dropped_squared(h, b, self.rate, self.training)
+    functional = None
+    h = dropout_add(h, b, self.rate, self.training)
+    a = self.drop(a)
+    a = a + b
+    return self.second(a) + h"""
+"""Calls that stay as they are written, beside a sum that is fused."""
 
 
 def test_other_helpers_are_called() -> None:
-    block, original, report = patched_pair(randomised(OtherHelpers()))
-    assert "" not in {site.name for site in report.patched}
-    assert_equal(outcome(block, *inputs(2)), outcome(original, *inputs(2)))
-
-
-class UsesADroppedTensorTwice(Block):
-    """The sum beside the helper is fused, and the helper is still called."""
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        h = dropped_squared(a, b, self.rate, self.training)
-        a = self.drop(a)
-        a = a + b
-        return self.second(a) + h
-
-
-def test_a_helper_that_uses_a_dropped_tensor_twice_draws_one_mask() -> None:
-    block = randomised(UsesADroppedTensorTwice()).train()
-    assert "dropped_squared" in block.forward.__code__.co_names
-    patch_model(block)
-    assert "dropped_squared" in block.forward.__code__.co_names
+    block, original, report = patched_pair(randomised(block_of(OTHER_HELPERS)()))
+    assert report.calls()[""] == (0, 0)
+    assert {"dropout_twice", "dropped_squared", "dropout_add"} <= {*block.forward.__code__.co_names}
+    assert_agree(outcome(block, *inputs(2)), outcome(original, *inputs(2)))
 
 
 def test_the_report_shows_the_rewritten_forward_as_a_diff() -> None:
-    block = PreNorm()
-    text = patch_model(block).diff("")
+    report = patch_model(PreNorm())
+    text = report.diff("")
     removed = [line for line in text.splitlines() if line.startswith("-") and not line.startswith("---")]
     added = [line for line in text.splitlines() if line.startswith("+") and not line.startswith("+++")]
     assert any("a = residual + a" in line for line in removed)
     assert any("self.post" in line for line in added)
     assert not any("self.proj" in line for line in (*removed, *added))
-
-
-def test_a_diff_of_an_unknown_site_names_the_sites() -> None:
     with pytest.raises(ValueError, match=r"name must be the name of a patched site \(.*\), got 'nothing'"):
-        patch_model(PreNorm()).diff("nothing")
+        report.diff("nothing")
 
 
 READS_THE_DROPPED = "h = self.drop(a); z = h + b; return self.second(z) * h"
@@ -206,8 +164,7 @@ class DefaultOfTheClass(Block):
     SCALE = 3.0
 
     def forward(self, a: Tensor, _: Tensor, scale: float = SCALE, *, shift: float = SCALE) -> Tensor:
-        b = self.proj(a) * scale + shift
-        return self.post(a + self.drop(b))
+        return self.post(a + self.drop(self.proj(a) * scale + shift))
 
 
 class WritesInPlaceBeforeTheNorm(Block):
@@ -244,90 +201,52 @@ def marked(function: Any) -> Any:
     return function
 
 
-class Documented(Block):
-    @documented
-    def forward(self, a: Tensor) -> Tensor:
-        return self.post(a + self.drop(self.proj(a)))
+SUM = "return self.post(a + self.drop(self.proj(a)))"
+OPEN_SUM = "return a + self.drop(self.proj(self.post(a)))"
+RENAMES = renames(older="old"), renames(old="a"), documented
 
 
-class Renames(Block):
-    @renames(older="old")
-    @renames(old="a")
-    @documented
-    def forward(self, a: Tensor) -> Tensor:
-        return self.post(a + self.drop(self.proj(a)))
-
-
-class Doubled(Block):
-    @doubled
-    def forward(self, a: Tensor) -> Tensor:
-        return self.post(a + self.drop(self.proj(a)))
-
-
-class TwiceWithAnActivation(Block):
-    @twice
-    def forward(self, a: Tensor) -> Tensor:
-        return self.post(a + self.drop(self.proj(self.act(self.second(a)))))
-
-
-class FrozenWithAnActivation(Block):
-    @torch.no_grad()
-    def forward(self, a: Tensor) -> Tensor:
-        return self.post(a + self.drop(self.proj(self.act(self.second(a)))))
-
-
-class Marked(Block):
-    @marked
-    def forward(self, a: Tensor) -> Tensor:
-        return self.post(a + self.drop(self.proj(a)))
-
-
-class WithoutGradients(Block):
-    @torch.no_grad()
-    def forward(self, a: Tensor) -> Tensor:
-        return self.post(a + self.drop(self.proj(a)))
-
-
-class ReturnsTheSum(Block):
-    @torch.no_grad()
-    def forward(self, a: Tensor) -> Tensor:
-        return a + self.drop(self.proj(self.post(a)))
-
-
-@pytest.mark.parametrize("make", [Documented, Renames, Doubled, Marked, WithoutGradients, ReturnsTheSum])
-def test_a_decorated_forward_is_fused_but_for_sums_that_a_decorator_sees(make: type[Block]) -> None:
-    block, original, report = patched_pair(randomised(make()))
-    assert ("" in {site.name for site in report.patched}) is (make in (Documented, Renames, WithoutGradients))
-    assert block(*inputs()).requires_grad is (make not in (WithoutGradients, ReturnsTheSum))
+@pytest.mark.parametrize(
+    ("decorators", "body", "is_fused"),
+    [
+        *(([documented], SUM, True), (RENAMES, SUM, True), ([torch.no_grad()], SUM, True)),
+        *(([doubled], SUM, False), ([marked], SUM, False), ([torch.no_grad()], OPEN_SUM, False)),
+    ],
+)
+def test_a_decorated_forward_is_fused_but_for_sums_that_a_decorator_sees(
+    decorators: Any, body: str, is_fused: bool
+) -> None:
+    block, original, report = patched_pair(randomised(block_of(body, "a", decorators)()))
+    assert ("" in {site.name for site in report.patched}) is is_fused
+    assert block(*inputs()).requires_grad is (decorators[0] in (*RENAMES, doubled, marked))
     torch.testing.assert_close(block(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [TwiceWithAnActivation, FrozenWithAnActivation])
-def test_in_other_wrappers_activations_and_sums_are_fused(make: type[Block]) -> None:
-    block = make()
+@pytest.mark.parametrize("decorator", [twice, torch.no_grad()])
+def test_in_other_wrappers_activations_and_sums_are_fused(decorator: Any) -> None:
+    body = "return self.post(a + self.drop(self.proj(self.act(self.second(a)))))"
+    block: Any = block_of(body, "a", [decorator])()
     block.second, block.act = nn.Linear(WIDTH, WIDTH), nn.GELU()
     block, original, report = patched_pair(randomised(block))
     (site,) = (site for site in report.patched if site.name == "")
     assert (site.pattern, site.detail) == ("dropout_add_norm", "and bias_activation")
     torch.testing.assert_close(block(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
-    assert block(*inputs()).requires_grad is (make is TwiceWithAnActivation)
+    assert block(*inputs()).requires_grad is (decorator is twice)
 
 
 class Embeddings(Block):
-    """As RoBERTa's and BART's; b broadcasts, as BERT's position embeddings do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(4, WIDTH)
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        a = a + self.words.weight[0].expand_as(a)
-        return self.post(a + b)
+
+ADDED = "a = a + self.words.weight[0].expand_as(a); return self.post(a + b)"
+"""As RoBERTa's and BART's; b broadcasts, as BERT's position embeddings do."""
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(1)], ids=["", "broadcasts"])
 def test_the_norm_of_a_sum_of_embeddings_is_fused(rows: slice) -> None:
-    block, original, report = patched_pair(randomised(Embeddings()))
+    block, original, report = patched_pair(randomised(written(Embeddings, ADDED, globals(), "a, b")()))
     a, b = inputs(2)
     assert_agree(outcome(block, a, b[rows]), outcome(original, a, b[rows]))
     assert report.calls()[""] == (1, 0) and report.diff("").count("sum_") == 1
@@ -335,7 +254,7 @@ def test_the_norm_of_a_sum_of_embeddings_is_fused(rows: slice) -> None:
 
 
 def test_the_wrapper_of_a_fused_forward_runs() -> None:
-    block, (x,) = randomised(Renames()).eval(), inputs()
+    block, (x,) = randomised(block_of(SUM, "a", RENAMES)()).eval(), inputs()
     expected = block(x)
     report = patch_model(block)
     torch.testing.assert_close(block(older=x), expected, rtol=1e-4, atol=1e-5)

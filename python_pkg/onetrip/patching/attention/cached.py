@@ -23,13 +23,10 @@ from .. import calls
 from ..forward import Forward, places, writes_to_tensors
 from ..rewriting import InForward, Rewriting
 from ..verify import VerificationError, kind_of
-from .interface import attention_functions
+from .interface import attention_functions, reads_strides
 from .reads import nodes_after
 
 PATTERN = "key_value_cache"
-
-_BY_STRIDES = ("sdpa", "flash_attention_2", "flash_attention_3")
-"""Attention functions that read views as fast as copies."""
 
 
 def read_updates(forward: Forward) -> list[ast.Call]:
@@ -102,7 +99,8 @@ def updated(
 ) -> Any:
     """update(key, value, index, ...), where update is a cache's method."""
     cache = getattr(update, "__self__", None)
-    if not (_is_trained(module, key, value) and _is_empty(cache, update, index)):
+    are_plain = all(type(each) in (Tensor, FakeTensor) and each.requires_grad for each in (key, value))
+    if not (are_plain and torch.is_grad_enabled() and reads_strides(module) and _is_empty(cache, update, index)):
         return update(key, value, index, *args, **options)
     calls.count_fused(module)
     return kept(cache, key, value, index, *args, **options)
@@ -114,13 +112,6 @@ def kept(cache: Any, key: Tensor, value: Tensor, index: int, *args: Any, **optio
     layer = cache.layers[index]
     layer.keys, layer.values = key, value
     return key, value
-
-
-def _is_trained(module: nn.Module, key: Any, value: Any) -> bool:
-    """Whether keys and values have gradients, and are read by their strides."""
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    are_plain = all(type(each) in (Tensor, FakeTensor) and each.requires_grad for each in (key, value))
-    return are_plain and implementation in _BY_STRIDES and torch.is_grad_enabled()
 
 
 def _is_empty(cache: Any, update: Any, index: Any) -> bool:

@@ -31,6 +31,7 @@ from ..source import (
     first_match,
     is_same,
     parse,
+    passed_on,
     without_annotations,
 )
 
@@ -241,11 +242,6 @@ def _recognise(
     module, query, key, value, mask = (names[role] for role in ROLES)
     tensors = f"{query}, {key}, {value}, {mask if 'mask' in layers else 'None'}"
     bias, softcap = ("position_bias" if "bias" in layers else "None"), ("softcap" if "softcap" in layers else "None")
-    same = ", ".join(
-        argument.arg if i < len(ROLES) else f"{argument.arg}={argument.arg}"
-        for i, argument in enumerate(arguments.args)
-    )
-    same += f", **{arguments.kwarg.arg}" if arguments.kwarg else ""
     p = f"dropout if {module}.training else 0.0" if "dropout" in layers else "0.0"
     source = f"""\
 def attention({ast.unparse(without_annotations(arguments))}):
@@ -253,7 +249,7 @@ def attention({ast.unparse(without_annotations(arguments))}):
     scale_ = {own(scores[1].get("SCALE", ast.Constant(1.0)))}
     if not fits_({tensors}, {bias}, sinks_, scale_):
         count_fallback_({module})
-        return original_({same})
+        return original_({passed_on(arguments)})
     count_fused_({module})
     output_, weights_ = attention_(
         {tensors}, scale=scale_, softcap={softcap}, position_bias={bias}, sinks=sinks_, dropout_p={p}

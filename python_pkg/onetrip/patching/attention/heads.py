@@ -10,8 +10,7 @@ the layers read them next, which saves three more copies.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from ..forward import Forward, places, writes_to_tensors
 from ..rewriting import InForward, Rewriting
 from ..source import calls_in, first_match
 from ..verify import VerificationError, kind_of, undisturbed
-from .interface import attention_functions, is_of_transformers
+from .interface import attention_functions, reads_strides
 
 PATTERN = "attention_heads"
 
@@ -105,13 +104,10 @@ class Heads(InForward):
     read = staticmethod(read_heads)
 
     def put(self, rewriting: Rewriting) -> None:
-        """heads in place of `contiguous`, and reading_views around what gives the function."""
-        rewriting.constants |= {"heads_": heads, "reading_views_": reading_views}
+        """heads in place of `contiguous`."""
+        rewriting.constants["heads_"] = heads
         for call, _ in self.chosen:
             rewriting.put_other_call(call, "heads_", rewriting.copy_of(call).func.value)
-        for questions in attention_functions(self.forward).values():
-            for question in questions:
-                rewriting.put_around(question, "reading_views_")
 
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless SDPA computes the same of small views on the module's device."""
@@ -124,19 +120,9 @@ class Heads(InForward):
 
 
 def heads(module: nn.Module, x: Tensor) -> Tensor:
-    """x where it requires grad; else x.contiguous(): a cache may keep it."""
-    if not x.requires_grad:
+    """x where SDPA or FlashAttention reads it and it requires grad; else x.contiguous(): a cache may keep it, and a
+    user's own attention function may need rows one after another."""
+    if not (x.requires_grad and reads_strides(module)):
         return x.contiguous()
     calls.count_fused(module)
     return x
-
-
-def reading_views(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention function; of a user's own, which may need rows one after another, one that copies."""
-    if is_of_transformers(function):
-        return function
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-        return function(module, query.contiguous(), key.contiguous(), value.contiguous(), *args, **options)
-
-    return attention

@@ -35,6 +35,8 @@ from .verify import verify_attention, verify_mask
 IMPLEMENTATION = "onetrip"
 """The name under which register_attention registers."""
 
+_BY_STRIDES = ("sdpa", "flash_attention_2", "flash_attention_3")
+
 SDPA = """\
 def attention(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, position_bias=None, **kwargs
@@ -160,11 +162,6 @@ class Interface:
         is_sdpa = function is not None and function is _sdpa() and self._passes_mask()
         return OneMask(self.forward, self.questions, sdpa_function(function)) if is_sdpa else None
 
-    def calls_library(self, module: nn.Module) -> bool:
-        """Whether the module calls one of transformers' functions for libraries (SDPA, flash-attn) now."""
-        function = self._function(module)
-        return function is not None and _is_for_a_library(function)
-
     def _passes_mask(self) -> bool:
         return any(map(_passes_mask, calls_in(self.forward.tree)))
 
@@ -246,21 +243,24 @@ def is_question(node: ast.AST, names: dict[str, Any]) -> bool:
     return False
 
 
-def attention_functions(forward: Forward) -> dict[str, list[ast.expr]]:
-    """The names of a forward that are only assigned what is_question, with these expressions."""
-    functions: dict[str, list[ast.expr]] = {}
-    assigned: dict[str, int] = {}
+def reads_strides(module: nn.Module) -> bool:
+    """Whether the attention function that the module calls now reads views as fast as copies."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) in _BY_STRIDES
+
+
+def attention_functions(forward: Forward) -> set[str]:
+    """The names of a forward that are only assigned what is_question."""
+    functions: set[str] = set()
+    others: set[str] = set()
     for statement in ast.walk(forward.tree):
         match statement:
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
-                assigned[name] = assigned.get(name, 0) + 1
-                questions = [node for node in ast.walk(value) if is_question(node, forward.globals)]
-                if questions:
-                    functions.setdefault(name, []).extend(questions)  # type: ignore[arg-type]
-    return {name: found for name, found in functions.items() if assigned[name] == len(found)}
+                asks = any(is_question(node, forward.globals) for node in ast.walk(value))
+                (functions if asks else others).add(name)
+    return functions - others
 
 
 def _is_bfloat16_on_cpu(module: nn.Module) -> bool:

@@ -26,8 +26,7 @@ from ..forward import Forward
 from ..source import calls_in, first_match, resolve
 from .region_softmax import is_mask_of
 
-_PRODUCTS = (torch.matmul, torch.bmm)
-_LEFT = ("W.view(-1, W.size(-2), W.size(-1))", "W.reshape(-1, W.size(-2), W.size(-1))", "W")
+_LEFT = ("W.view(-1, W.size(-2), W.size(-1))",)
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class AddedMask:
     """bool [..., queries, 1] of the scores' shape: rows that are masked everywhere."""
 
     def product(self, weights: Tensor, values: Tensor) -> Tensor:
-        """weights @ values. The first dimensions of the weights may have been joined."""
-        if values.dim() < 2 or not torch.is_grad_enabled():
-            return torch.matmul(self.read(weights), values)
+        """torch.bmm(weights, values). The first dimensions of the weights have been joined."""
+        if not torch.is_grad_enabled():
+            return torch.bmm(weights, values)
         half = calls.autocast_dtype(weights)
         if half is not None:
             weights, values = weights.to(half), values.to(half)
@@ -57,13 +56,13 @@ class AddedMask:
 
 
 class _Product(torch.autograd.Function):
-    """weights @ values, with no gradient for hidden rows of the weights. Autograd sums what was broadcast."""
+    """weights @ values, with no gradient for hidden rows of the weights."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
-        return torch.matmul(weights, values)
+        return torch.bmm(weights, values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -123,24 +122,14 @@ def read_fill(statement: ast.stmt, scores: str, forward: Forward) -> str:
 
 
 def read_product(statement: ast.stmt, weights: str, forward: Forward, *names: str) -> str:
-    """The statement `context = weights @ values`, by AddedMask.product; empty where it is another one. names: more that
-    must keep what they are."""
+    """The statement `context = torch.bmm(weights.view(...), values)`, by AddedMask.product; empty where it is another
+    one. names: more that must keep what they are."""
     match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in (weights, *names):
-            pass
-        case _:
-            return ""
-    match value:
-        case ast.BinOp(op=ast.MatMult(), left=left, right=values):
-            pass
-        case ast.Call(func=function, args=[left, values], keywords=[]):
-            resolved = resolve(function, forward.globals)
-            if not any(resolved is each for each in _PRODUCTS):
-                return ""
-        case _:
-            return ""
-    found = first_match(_LEFT, left)
-    read = {node.id for node in ast.walk(values) if isinstance(node, ast.Name)}
-    if found is None or ast.unparse(found[1]["W"]) != weights or weights in read:
-        return ""
-    return f"{name} = added_.product({ast.unparse(left)}, {ast.unparse(values)})"
+        case ast.Assign(
+            targets=[ast.Name(id=name)], value=ast.Call(func=function, args=[left, values], keywords=[])
+        ) if name not in (weights, *names) and resolve(function, forward.globals) is torch.bmm:
+            found = first_match(_LEFT, left)
+            read = {node.id for node in ast.walk(values) if isinstance(node, ast.Name)}
+            if found is not None and ast.unparse(found[1]["W"]) == weights and weights not in read:
+                return f"{name} = added_.product({ast.unparse(left)}, {ast.unparse(values)})"
+    return ""

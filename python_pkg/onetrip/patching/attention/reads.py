@@ -87,14 +87,10 @@ def caches_beside_products(
         """Whether it is part of what the forward returns, and of nothing else."""
         parent = parents[id(node)]
         match parent:
-            case ast.Return():
+            case ast.Return() | ast.Subscript(slice=ast.Constant(value=0)):  # the output
                 return True
-            case ast.IfExp():
+            case ast.IfExp() | ast.BinOp(op=ast.Add()):
                 return is_returned(parent)
-            case ast.BinOp(op=ast.Add()):
-                return is_returned(parent)
-            case ast.Subscript(slice=ast.Constant(value=0)):  # the output
-                return True
             case ast.Assign(targets=[ast.Name(id=name)]):
                 later = [each for each in nodes_after(forward.tree, parent) if isinstance(each, ast.Name)]
                 return all(is_returned(each) for each in later if each.id == name and isinstance(each.ctx, ast.Load))

@@ -101,36 +101,35 @@ class SoftmaxRegions(InForward):
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless the fused call computes a region's softmax, with its mask and dropout."""
         device, dtype = kind_of(module)
-        scores, bias = (2, 4, 3, 5), (1, 4, 3, 5)
+        scores, filled = {"scores": (2, 4, 3, 5)}, {"scores": (2, 4, 3, 5), "values": (8, 5, 6)}
+        biased = scores | {"mask": (1, 4, 3, 5)}
         padding = torch.zeros(2, 1, 1, 5, device=device)
         padding[1, ..., 3:] = torch.finfo(torch.float32).min
-        has_mask = any(region.masks for region in self.chosen)
+        hidden = torch.zeros(2, 1, 3, 5, dtype=torch.bool, device=device)
+        hidden[1, :, 1:, 3:] = hidden[1, :, 2] = True
+        n_masks = max(len(region.masks) for region in self.chosen)
+        cases: list[tuple[str, Any, Tensor | None]] = [("", scores, None)]
+        cases += [(" with bias", biased, None), (" with padding", scores, padding)] if n_masks else []
+        cases += [(" with bias and padding", biased, padding)] if n_masks > 1 else []
         with MaskedDropout():
-            for p in (0.0, 0.25):
-                mode = " with dropout" if p else ""
-                fused, unfused = partial(_fused, p), partial(_unfused, p)
-                check_function(fused, unfused, {"scores": scores}, device, dtype, mode)
-                if has_mask:
-                    check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, f"{mode} with bias")
-                    fused, unfused = partial(fused, padding=padding), partial(unfused, padding=padding)
-                    check_function(fused, unfused, {"scores": scores}, device, dtype, f"{mode} with padding")
-                    if any(len(region.masks) > 1 for region in self.chosen):
-                        mode += " with bias and padding"
-                        check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, mode)
+            for p, mode in ((0.0, ""), (0.25, " with dropout")):
+                for name, inputs, more in cases:
+                    check_function(*_pair(_fused, _unfused, p, more), inputs, device, dtype, mode + name)
                 if any(region.fill for region in self.chosen):
-                    inputs = {"scores": scores, "values": (2, 4, 5, 6)}
-                    hidden = torch.zeros(2, 1, 3, 5, dtype=torch.bool, device=device)
-                    hidden[1, :, 1:, 3:] = hidden[1, :, 2] = True
-                    pair = partial(_fused_fill, p, hidden), partial(_unfused_fill, p, hidden)
-                    check_function(*pair, inputs, device, dtype, f"{mode} with filled scores")
+                    pair = _pair(_fused_fill, _unfused_fill, p, hidden)
+                    check_function(*pair, filled, device, dtype, f"{mode} with filled scores")
 
 
-def _fused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+def _pair(fused: Any, unfused: Any, *arguments: Any) -> tuple[Any, Any]:
+    return partial(fused, *arguments), partial(unfused, *arguments)
+
+
+def _fused(p: float, padding: Tensor | None, scores: Tensor, mask: Tensor | None = None) -> Tensor:
     masks = tuple(_saturated(each, scores) for each in (mask, padding) if each is not None)
     return region_softmax(scores, masks, None, scale=0.5, dropout_p=p, rng=RNG)
 
 
-def _unfused(p: float, scores: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+def _unfused(p: float, padding: Tensor | None, scores: Tensor, mask: Tensor | None = None) -> Tensor:
     added = 0.5 * scores
     for each in (mask, padding):
         added = added if each is None else added + _saturated(each, scores)
@@ -142,13 +141,13 @@ def _fused_fill(p: float, mask: Tensor, scores: Tensor, values: Tensor) -> tuple
     if added is None:  # float16
         return _unfused_fill(p, mask, scores, values)
     weights = region_softmax(scores, (added.mask,), None, dropout_p=p, rng=RNG)
-    return added.product(weights, values), added.read(weights)
+    return added.product(weights.view(-1, *weights.shape[2:]), values), added.read(weights)
 
 
 def _unfused_fill(p: float, mask: Tensor, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     weights = functional.softmax(scores.masked_fill(mask, torch.finfo(scores.dtype).min), dim=-1)
     weights = functional.dropout(weights, p)
-    return weights @ values, weights
+    return torch.bmm(weights.view(-1, *weights.shape[2:]), values), weights
 
 
 def _saturated(mask: Tensor, scores: Tensor) -> Tensor:
@@ -187,9 +186,8 @@ def _why_not(tree: ast.FunctionDef, inliner: Inliner) -> str:
     own = [each for each in statements if any(inliner.function_name(call.func) == "softmax" for call in calls_in(each))]
     if not own:
         return "softmax is called in a condition or a loop's head"
-    softmax_ = _assignment(own[0], inliner)
     shown = f"`{ast.unparse(own[0])}`"
-    if softmax_ is None or first_match(SOFTMAXES, softmax_[1]) is None:
+    if _match(own, 0, inliner, SOFTMAXES) is None:
         return f"{shown} is not name = softmax(x, dim=-1), with a cast of x or of the result at most"
     for place in _run_once(tree):
         if place.statement is own[0]:
@@ -234,25 +232,28 @@ def _run_once(tree: ast.FunctionDef) -> Iterator[Place]:
     return (place for place in places(tree.body) if not place.in_loop)
 
 
-def _assignment(statement: ast.stmt, inliner: Inliner) -> tuple[str, ast.expr] | None:
-    match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            return name, inliner.inline(value)
+def _match(
+    block: list[ast.stmt], index: int, inliner: Inliner, patterns: tuple[str, ...], x: str = ""
+) -> tuple[str, str, dict[str, ast.expr]] | None:
+    """(name, pattern, its parts) of the statement that gives the name a value which the pattern fits. x: what X is."""
+    match block[index : index + 1]:
+        case [ast.Assign(targets=[ast.Name(id=name)], value=value)]:
+            found = first_match(patterns, inliner.inline(value))
+            if found is not None and x in ("", ast.unparse(found[1]["X"])):
+                return name, *found
     return None
 
 
 def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: bool) -> Region | None:
     """The region whose softmax is the statement at the place."""
     tree, block, index = forward.tree, place.block, place.position
-    softmax_ = _assignment(block[index], inliner)
-    inner = first_match(SOFTMAXES, softmax_[1]) if softmax_ is not None else None
-    if softmax_ is None or inner is None:
+    if (softmax_ := _match(block, index, inliner, SOFTMAXES)) is None:
         return None
-    weights, scores, last = softmax_[0], inner[1]["X"], index
-    cast = _assignment(block[index + 1], inliner) if index + 1 < len(block) else None
-    form = first_match(("X.to(T.dtype)",), cast[1]) if cast is not None and cast[0] == weights else None
-    if form is not None and inner[0] == SOFTMAXES[0] and ast.unparse(form[1]["X"]) == weights:
-        inner, last = (inner[0], form[1] | inner[1]), index + 1
+    weights, form, parts = softmax_
+    scores, last = parts["X"], index
+    cast = _match(block, index + 1, inliner, ("X.to(T.dtype)",), weights)
+    if cast is not None and cast[0] == weights and form == SOFTMAXES[0]:
+        parts, last = cast[2] | parts, index + 1
     masks, scale, start, fill = [], "1.0", index, ""
     if (added := first_match(MASKS, scores)) is not None and _is_pure(added[1]["M"]):
         scores, masks = added[1]["X"], [ast.unparse(added[1]["M"])]
@@ -260,23 +261,21 @@ def _region(forward: Forward, place: Place, inliner: Inliner, may_be_returned: b
         found: list[_Mask] = []
         while start and (mask := _mask(block[start - 1], scores.id, inliner)) is not None:
             found, start = [mask, *found], start - 1
-        scaled = _scale(block[start - 1], scores.id, inliner) if start else None
+        scaled = _scale(block, start - 1, scores.id, inliner) if start else None
         n_before = _masks_before(found, scaled is not None)
         masks, start = [each.source for each in found[n_before:]], start + n_before
         if scaled is not None and not n_before:
             scale, start = scaled, start - 1
         fill = read_fill(block[index - 1], scores.id, forward) if index else ""
 
-    like = ast.unparse(inner[1]["T"]) if "T" in inner[1] else "None"
+    like = ast.unparse(parts["T"]) if "T" in parts else "None"
     stop, result, undropped, child, p = last + 1, weights, "", "", "0.0"
-    dropout_ = _assignment(block[stop], inliner) if stop < len(block) else None
-    outer = first_match(DROPOUTS, dropout_[1]) if dropout_ is not None else None
-    if dropout_ is not None and outer is not None and ast.unparse(outer[1]["X"]) == weights:
-        stop, result = stop + 1, dropout_[0]
+    if (dropout_ := _match(block, stop, inliner, DROPOUTS, weights)) is not None:
+        stop, result, parts = stop + 1, dropout_[0], dropout_[2]
         if result != weights and _is_read_after(tree, weights, block[stop - 1]):
             undropped = weights
-        child = ast.unparse(outer[1]["CHILD"]) if "CHILD" in outer[1] else ""
-        p = f"self.{child}.p" if child else ast.unparse(outer[1]["P"])
+        child = ast.unparse(parts["CHILD"]) if "CHILD" in parts else ""
+        p = f"self.{child}.p" if child else ast.unparse(parts["P"])
     elif not masks:
         return None
     names = [result, undropped] if undropped else [result]
@@ -369,18 +368,18 @@ def _is_pure(expression: ast.expr) -> bool:
     return methods <= _VIEWS_AND_CASTS
 
 
-def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
+def _scale(block: list[ast.stmt], index: int, scores: str, inliner: Inliner) -> str | None:
     """The factor by which the statement multiplies the scores, if it depends on the module only."""
-    scaled = _assignment(statement, inliner)
-    found = first_match(tuple(SCALES), scaled[1]) if scaled is not None and scaled[0] == scores else None
-    if found is None or ast.unparse(found[1]["X"]) != scores:
+    found = _match(block, index, inliner, tuple(SCALES), scores)
+    if found is None or found[0] != scores:
         return None
-    scale = found[1]["S"]
+    _, form, parts = found
+    scale = parts["S"]
     if any(inliner.resolve(call.func) is not math.sqrt for call in calls_in(scale)):
         return None
     called = {id(node) for call in calls_in(scale) for node in ast.walk(call.func)}
     names = {node.id for node in ast.walk(scale) if isinstance(node, ast.Name) and id(node) not in called}
-    return SCALES[found[0]].format(ast.unparse(scale)) if names <= {"self"} else None
+    return SCALES[form].format(ast.unparse(scale)) if names <= {"self"} else None
 
 
 def _fused_statements(region: Region) -> list[ast.stmt]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from .. import calls
 from ..forward import Forward, Place, evaluated, places, writes_to_tensors
 from ..rewriting import InForward, Rewriting
-from ..source import is_same
 from ..verify import VerificationError, kind_of, undisturbed
 
 PATTERN = "cast_input"
@@ -41,10 +40,7 @@ def read_casts(forward: Forward) -> list[_Cast]:
 
 def _casts_at(forward: Forward, place: Place) -> Iterator[_Cast]:
     """Those that a place's statement hands to a layer, or leaves, if need be under a condition, to the next one."""
-    for node in evaluated(place.statement):
-        called = forward.called(node) if isinstance(node, ast.Call) else None
-        if called is not None and (cast := _cast(forward, called[1], called[0])) is not None:
-            yield _Cast(cast, called[0])
+    yield from _casts(forward, place.statement)
     match place.statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             pass
@@ -55,23 +51,20 @@ def _casts_at(forward: Forward, place: Place) -> Iterator[_Cast]:
     reader = Place(place.block, place.position + 1, place.in_loop)
     if not place.following or not isinstance(reader.statement, (ast.Assign, ast.Return, ast.Expr)):
         return  # under a condition, in a loop, or with autocast off
-    if not forward.is_read_only_at(name, reader, reader.position):
-        return
-    for node in evaluated(reader.statement):
+    if forward.is_read_only_at(name, reader, reader.position):
+        yield from _casts(forward, reader.statement, name, value)
+
+
+def _casts(forward: Forward, statement: ast.stmt, name: str = "", value: ast.expr | None = None) -> Iterator[_Cast]:
+    """`self.path(x.to(self.path.weight.dtype))`. With a name, the layer is given that, and value is the cast."""
+    for node in evaluated(statement):
         called = forward.called(node) if isinstance(node, ast.Call) else None
-        if called is not None and isinstance(called[1], ast.Name) and called[1].id == name:
-            cast = _cast(forward, value, called[0])
-            if cast is not None:
-                yield _Cast(cast, called[0])
-
-
-def _cast(forward: Forward, expression: ast.expr, path: str) -> ast.Call | None:
-    """The expression, if it is `x.to(self.path.weight.dtype)`."""
-    dtype = ast.parse(f"{forward.self_name}.{path}.weight.dtype", mode="eval").body
-    match expression:
-        case ast.Call(func=ast.Attribute(attr="to"), args=[given], keywords=[]) if is_same(given, dtype):
-            return expression
-    return None
+        if called is None or (name and ast.unparse(called[1]) != name):
+            continue
+        match value if name else called[1]:
+            case ast.Call(func=ast.Attribute(attr="to"), args=[dtype], keywords=[]) as cast:
+                if ast.unparse(dtype) == f"{forward.self_name}.{called[0]}.weight.dtype":
+                    yield _Cast(cast, called[0])
 
 
 class CastInputs(InForward):

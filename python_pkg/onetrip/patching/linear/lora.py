@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .. import calls
 from ..calls import is_plain, original_class
 from ..forward import Forward, Place, assigned_name, child_at, n_reads, places
 from ..rewriting import InForward, Rewriting
-from ..source import first_match, is_same
+from ..source import first_match, is_same, passed_on
 from ..verify import check_function, kind_of
 from .cast_input import is_cast_back
 from .readers import SharedInput
@@ -65,33 +65,24 @@ class _Add(torch.autograd.Function):
 class Adapter(SharedInput):
     """Calls the layer and the adapters of one call of a forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, may_write: bool) -> None:
+        """may_write: whether nothing but this call holds the results that it makes."""
         super().__init__()
-        self.module = module
+        self.module, self.may_write = module, may_write
         self.own: Tensor | None = None
         """A result that only this call holds: to be written to."""
 
     def base(self, dense: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """dense(x, *args, **kwargs), which the forward hands to no other call than those below."""
-        result = self.read(dense, x, *args, **kwargs)
-        self.own = result if is_plain(dense, nn.Linear) else None
-        return result
-
-    def read(self, dense: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """dense(x, *args, **kwargs)."""
         if args or kwargs or not is_plain(dense, nn.Linear):
             return dense(x, *args, **kwargs)
-        return self(self.module, dense, x)
+        self.own = self(self.module, dense, x)
+        return self.own
 
     def copied(self, result: Tensor) -> Tensor:
-        """The result, a copy just made."""
-        self.own = result
-        return result
-
-    def given(self, result: Any) -> Any:
-        """What another function made of the result, which it may hold."""
-        self.own = None
-        return result
+        """result.clone()."""
+        self.own = result.clone()
+        return self.own
 
     def cast(self, method: Callable[..., Any], x: Any, dense: Any, dropout: Any) -> Any:
         """method(x, dense.weight.dtype); x as it is where autocast gives dense(dropout(x)) the same operand."""
@@ -110,7 +101,7 @@ class Adapter(SharedInput):
             delta = dense(x) * scaling
             return result + (delta if dtype is None else delta.to(dtype))
         calls.count_fused(self.module)
-        is_own = self.own is not None and result is self.own
+        is_own = self.may_write and result is self.own
         in_place = is_own and result.is_contiguous() and not result._is_view()
         self.own = _Add.apply(result, x, dense.weight.to(result.dtype), scaling, in_place)
         return self.own
@@ -154,14 +145,6 @@ class FoundAdapter:
     """`if condition: output = output.to(dtype)`, between the two."""
     cast: tuple[ast.If, ast.Assign] | None = None
     """`x = self.method(x, A.weight.dtype)`, and the statement after it, in which the sum is."""
-    base: ast.Call | None = None
-    """The call of a child that gave the result its value."""
-    copy: ast.Call | None = None
-    """`result.clone()`, after it."""
-    given: list[ast.Assign] = field(default_factory=list)
-    """Other calls that are given the result, and make another one."""
-    is_kept: bool = False
-    """Whether the forward does anything else with a result."""
 
 
 def read_adapters(forward: Forward) -> list[FoundAdapter]:
@@ -198,46 +181,30 @@ def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAd
         if product is None or n_reads(forward.tree, added.id) != 1 + (conversion is not None):
             return None
         added = product.value
-    match first_match(("UP(DOWN(DROPOUT(X))) * SCALING",), added):
-        case (
-            _,
-            {
-                "UP": ast.Name() as up,
-                "DOWN": ast.Name() as down,
-                "DROPOUT": ast.Name() as dropout,
-                "X": ast.Name() as x,
-                "SCALING": ast.Name() as scaling,
-            },
-        ):
-            pass
-        case _:
-            return None
+    found = first_match(("UP(DOWN(DROPOUT(X))) * SCALING",), added)
+    parts: list[Any] = [] if found is None else [*found[1].values()]
+    if not parts or not all(isinstance(each, ast.Name) for each in parts):
+        return None
+    up, down, dropout, x, scaling = parts
     parameters = {each.arg for each in forward.tree.args.args[1:]}
     if up.id not in containers or down.id not in containers or x.id not in parameters:
         return None
     cast = _cast(forward, statement, down, x)
     paths = tuple(containers[each.id] for each in (up, down, dropout) if each.id in containers)
-    found = FoundAdapter(statement, result, up, scaling, (down, dropout, x), paths, product, conversion, cast)
-    _find_base(forward, found)
-    _find_uses(forward, found)
-    return found
+    return FoundAdapter(statement, result, up, scaling, (down, dropout, x), paths, product, conversion, cast)
 
 
 def _named(place: Place, name: ast.Name) -> tuple[ast.Assign | None, ast.If | None]:
     """The assignment of a product to the name just before the place's statement, and a conversion between them."""
-    before = place.block[: place.position]
-    conversion = None
-    match before[-1:]:
-        case [ast.If(body=[ast.Assign(targets=[ast.Name(id=target)], value=value)], orelse=[]) as each]:
-            match value:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr="to"), args=[_], keywords=[]) if (
-                    target == of == name.id
-                ):
-                    conversion = each
-                    before.pop()
-    match before[-1:]:
-        case [ast.Assign(targets=[ast.Name(id=target)]) as product] if target == name.id:
+    match place.block[: place.position]:
+        case [
+            *_,
+            ast.Assign(targets=[ast.Name(id=target)]) as product,
+            ast.If(body=[ast.Assign(targets=[ast.Name(id=again)], value=value)], orelse=[]) as conversion,
+        ] if target == again == name.id and (to := first_match(("X.to(DTYPE)",), value)) and is_same(to[1]["X"], name):
             return product, conversion
+        case [*_, ast.Assign(targets=[ast.Name(id=target)]) as product] if target == name.id:
+            return product, None
     return None, None
 
 
@@ -263,40 +230,29 @@ def _cast(forward: Forward, statement: ast.Assign, down: ast.Name, x: ast.Name) 
     return None
 
 
-def _find_base(forward: Forward, found: FoundAdapter) -> None:
-    """The last call of a child that gave the result its value, in a block around the sum, and a copy after it."""
-    for place in places(forward.tree.body):
-        after = [*ast.walk(ast.Module([*place.following], []))]
-        if assigned_name(place.statement) == found.result.id and found.statement in after:
-            match place.statement.value:  # type: ignore[attr-defined]
-                case ast.Call(func=function, args=[x, *_]) as call if forward.child(function) and not isinstance(
-                    x, ast.Starred
-                ):
-                    found.base, found.copy = call, None
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr="clone"), args=[], keywords=[]) as call:
-                    found.copy = call if of == found.result.id else None
-                case _:
-                    found.base = found.copy = None
-
-
-def _find_uses(forward: Forward, found: FoundAdapter) -> None:
-    """What else the forward does with results than add to them and return them."""
-    name, n_known = found.result.id, 0
+def _results(forward: Forward, name: str) -> tuple[list[ast.Call], bool]:
+    """The calls of children, and the copies, whose results have the name, and whether the forward does more with one
+    than add to it, convert it, return it, and give it to another variant of adapter: something may hold it then, as in
+    PEFT before 0.16."""
+    found: list[ast.Call] = []
+    known: set[int] = set()
     for node in ast.walk(forward.tree):
         match node:
-            case ast.Attribute(value=ast.Name(id=of), attr="dtype" | "shape" | "device"):
-                n_known += of == name
-            case ast.Return(value=ast.Name(id=of)):
-                n_known += of == name
-            case ast.Assign(targets=[ast.Name(id=target)], value=ast.BinOp(left=ast.Name(id=of))) if target == name:
-                n_known += of == name
-            case ast.Assign(targets=[ast.Name(id=target)], value=ast.Call() as call) if target == name:
-                given = [getattr(call.func, "value", None), *call.args, *(each.value for each in call.keywords)]
-                n_given = sum(isinstance(each, ast.Name) and each.id == name for each in given)
-                n_known += n_given
-                if n_given and call is not found.copy:
-                    found.given.append(node)
-    found.is_kept = n_reads(forward.tree, name) != n_known
+            case ast.Attribute(value=read, attr="dtype" | "shape" | "device") | ast.Return(value=ast.Name() as read):
+                known.add(id(read))
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.BinOp() as value) if target == name:
+                known |= {id(each) for each in ast.walk(value)}
+            case ast.Assign(
+                targets=[ast.Name(id=target)], value=ast.Call(func=ast.Attribute(value=owner) as function) as value
+            ) if target == name:
+                is_own = ast.unparse(owner) == name
+                if is_own or isinstance(owner, ast.Subscript):  # self.lora_variant[name].forward(...)
+                    known |= {id(each) for each in ast.walk(value)}
+                is_base = forward.child(function) != "" and value.args and not isinstance(value.args[0], ast.Starred)
+                if is_base or ast.unparse(value) == f"{name}.clone()":
+                    found.append(value)
+    reads = (node for node in ast.walk(forward.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return found, any(id(node) not in known for node in reads if node.id == name)
 
 
 class Adapters(InForward):
@@ -318,11 +274,20 @@ class Adapters(InForward):
         """The adapters called through an Adapter."""
         for each in self.chosen:
             _rewrite(rewriting, each)
+        may_write = True
+        for name in {each.result.id for each in self.chosen}:
+            found, is_kept = _results(self.forward, name)
+            may_write &= not is_kept
+            for call in found:
+                copied = rewriting.copy_of(call)
+                if self.forward.child(call.func):
+                    copied.func, copied.args = _method("base"), [copied.func, *copied.args]
+                else:
+                    copied.func, copied.args = _method("copied"), [copied.func.value]
         rewriting.constants |= {"Adapter_": Adapter, "is_worth_": _is_worth, "unfused_": self.forward.function}
-        x, arguments = self.chosen[0].down[2].id, _passed_on(self.forward.tree.args)
-        rewriting.put_first(
-            f"if not is_worth_({x}):\n    return unfused_({arguments})\nadapter_ = Adapter_({rewriting.own})"
-        )
+        x, arguments = self.chosen[0].down[2].id, passed_on(self.forward.tree.args)
+        rewriting.put_first(f"adapter_ = Adapter_({rewriting.own}, {may_write})")
+        rewriting.put_first(f"if not is_worth_({x}):\n    return unfused_({arguments})")
 
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small layer with an adapter has the outputs and gradients that it has
@@ -332,27 +297,8 @@ class Adapters(InForward):
         check_function(_fused, _unfused, shapes, device, dtype)
 
 
-def _passed_on(parameters: ast.arguments) -> str:
-    """The arguments of a call with all that a function was given."""
-    names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
-    names += [f"*{parameters.vararg.arg}"] if parameters.vararg else []
-    names += [f"{each.arg}={each.arg}" for each in parameters.kwonlyargs]
-    names += [f"**{parameters.kwarg.arg}"] if parameters.kwarg else []
-    return ", ".join(names)
-
-
 def _rewrite(rewriting: Rewriting, found: FoundAdapter) -> None:
     copy_of = rewriting.copy_of
-    if found.base is not None:
-        base = copy_of(found.base)
-        base.args.insert(0, base.func)
-        base.func = _method("read" if found.is_kept else "base")
-    if found.copy is not None and not found.is_kept:
-        copied = copy_of(found.copy)
-        rewriting.replace(found.copy, lambda: ast.Call(_method("copied"), [copied], []))
-    for each in found.given:
-        given = copy_of(each)
-        given.value = ast.Call(_method("given"), [given.value], [])
     down, dropout, x = map(copy_of, found.down)
     inner = ast.Call(_method("down"), [down, dropout, x], [])
     arguments = [copy_of(found.result), copy_of(found.up), inner, copy_of(found.scaling)]

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +27,13 @@ from ..verify import check_function, kind_of
 PATTERN = "packed_slices"
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Consecutive statements `name = x[..., a:b]` that take all columns of a layer's result, which nothing else
-    reads."""
+class Packed(NamedTuple):
+    """Consecutive statements `name = x[..., a:b]` that take all columns of a layer's result, in their order, which
+    nothing else reads."""
 
     path: str
     """Of the layer."""
     statements: tuple[ast.Assign, ...]
-    in_columns: tuple[ast.Assign, ...]
-    """The same in the order of their columns."""
 
 
 def read_packed_slices(forward: Forward) -> list[Packed]:
@@ -48,10 +44,10 @@ def read_packed_slices(forward: Forward) -> list[Packed]:
     names = [node.id for node in ast.walk(forward.tree) if isinstance(node, ast.Name)]
     blocks = {id(place.block): place.block for place in places(forward.tree.body)}
     return [
-        packed
+        Packed(path, statements)
         for block in blocks.values()
         for name, path, statements in _runs(forward, block)
-        if names.count(name) == 1 + len(statements) and (packed := _in_order(path, statements)) is not None
+        if names.count(name) == 1 + len(statements) and _is_whole(statements)
     ]
 
 
@@ -86,21 +82,16 @@ def _bounds(statement: ast.Assign) -> tuple[ast.expr | None, ast.expr | None]:
     return part.lower, part.upper
 
 
-def _in_order(path: str, statements: tuple[ast.Assign, ...]) -> Packed | None:
-    """The statements, if each slice begins where another one ends; where that is, no call says, nor a name that they
-    bind."""
-    by_start = {_text(_bounds(each)[0]): each for each in statements}
-    ordered: list[ast.Assign] = []
-    at: str | None = ""
-    while at in by_start:
-        ordered.append(by_start.pop(at))
-        at = _text(_bounds(ordered[-1])[1]) or None
-    nodes = [node for each in ordered for bound in _bounds(each) if bound is not None for node in ast.walk(bound)]
+def _is_whole(statements: tuple[ast.Assign, ...]) -> bool:
+    """Whether each slice begins where the one before ends; where that is, no call says, nor a name that they bind."""
+    bounds = [_bounds(each) for each in statements]
+    starts, ends = ([*map(_text, each)] for each in zip(*bounds, strict=True)) if bounds else ([], [])
+    nodes = [node for pair in bounds for bound in pair if bound is not None for node in ast.walk(bound)]
     targets = {assigned_name(each) for each in statements}
     is_plain = not any(isinstance(node, (ast.Call, ast.NamedExpr)) for node in nodes)
     keeps_bounds = targets.isdisjoint(node.id for node in nodes if isinstance(node, ast.Name))
-    is_whole = at is None and len(ordered) == len(statements) == len(targets) > 1
-    return Packed(path, statements, tuple(ordered)) if is_whole and is_plain and keeps_bounds else None
+    is_chain = ["", *ends] == [*starts, ""] and "" not in ends[:-1]
+    return len(targets) == len(statements) > 1 and is_chain and is_plain and keeps_bounds
 
 
 def _text(bound: ast.expr | None) -> str:
@@ -118,11 +109,10 @@ class PackedSlices(InForward):
         rewriting.constants["packed_slices_"] = packed_slices
         for packed in self.chosen:
             first, *others = packed.statements
-            in_columns = [rewriting.copy_of(each) for each in packed.in_columns]
-            ends = [each.value.slice.elts[1].upper for each in in_columns[:-1]]
+            ends = [rewriting.copy_of(each).value.slice.elts[1].upper for each in packed.statements[:-1]]
             copied = rewriting.copy_of(first)
             read = copied.value.value
-            copied.targets = [ast.Tuple([target for each in in_columns for target in each.targets])]
+            copied.targets = [ast.Tuple([rewriting.copy_of(each).targets[0] for each in packed.statements])]
             copied.value = rewriting.call("packed_slices_", rewriting.attribute(packed.path), read, *ends)
             rewriting.remove(*others)
 

@@ -15,6 +15,7 @@ import ast
 import math
 from collections.abc import Callable, Container
 from functools import partial
+from operator import mul, truediv
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class ScaledLogits(InForward):
 
     def put(self, rewriting: Rewriting) -> None:
         """scaled_logits in place of the layer's call and its factor."""
-        rewriting.constants["scaled_logits_"] = scaled_logits
+        rewriting.constants |= {"scaled_logits_": scaled_logits, "mul_": mul, "truediv_": truediv}
         for found in self.chosen:
             rewriting.replace(found.node, partial(_call, rewriting, found))
             rewriting.remove(*found.statements)
@@ -80,9 +81,7 @@ class ScaledLogits(InForward):
         head = nn.Linear(8, 11, bias=False, device=device, dtype=dtype)
 
         def fused(x: Tensor) -> Tensor:
-            return scaled_logits(module, head, x, lambda: 0.125, False) + scaled_logits(
-                module, head, x, lambda: 4, True
-            )
+            return scaled_logits(module, head, x, mul, 0.125) + scaled_logits(module, head, x, truediv, 4)
 
         def unfused(x: Tensor) -> Tensor:
             return head(x) * 0.125 + head(x) / 4
@@ -92,19 +91,16 @@ class ScaledLogits(InForward):
 
 def _call(rewriting: Rewriting, found: _Found) -> ast.expr:
     head, x = rewriting.attribute(found.path), rewriting.visit(rewriting.copy_of(found.x))
-    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    factor = ast.Lambda(nothing, rewriting.copy_of(found.node.right))
-    divides = ast.Constant(isinstance(found.node.op, ast.Div))
-    return rewriting.call("scaled_logits_", head, x, factor, divides)
+    scale = "truediv_" if isinstance(found.node.op, ast.Div) else "mul_"
+    return rewriting.call("scaled_logits_", head, x, ast.Name(scale), rewriting.copy_of(found.node.right))
 
 
-def scaled_logits(module: nn.Module, head: Any, x: Any, factor: Callable[[], Any], divides: bool) -> Any:
-    """head(x) * factor(), or head(x) / factor()."""
-    if not torch.compiler.is_compiling() and _is_exact(head, x, scale := factor()):
-        calls.count_fused(module)
-        return head(x if scale == 1 else x / scale if divides else x * scale)
-    y = head(x)
-    return y / factor() if divides else y * factor()
+def scaled_logits(module: nn.Module, head: Any, x: Any, scale: Callable[[Any, Any], Any], factor: Any) -> Any:
+    """scale(head(x), factor), where scale multiplies or divides."""
+    if torch.compiler.is_compiling() or not _is_exact(head, x, factor):
+        return scale(head(x), factor)
+    calls.count_fused(module)
+    return head(x if factor == 1 else scale(x, factor))
 
 
 def _is_exact(head: Any, x: Any, factor: Any) -> bool:
