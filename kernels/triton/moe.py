@@ -12,10 +12,9 @@ import functools
 import torch
 from torch import Tensor
 
-import triton
 import triton.language as tl
 
-from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, kernel, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, aligned, common_divisor, with_divisor
 
 _TILE_BYTES = 2048
@@ -24,7 +23,7 @@ _WHOLE_ROW_BYTES = 8192
 """Rows of dout up to this length stay in registers while the k rows of y pass: 16 warps at most."""
 
 
-@triton.jit(do_not_specialize=["y_row_stride", "n_tokens", "n_cols"])
+@kernel
 def _combine_kernel(
     y_ptr,
     places_ptr,
@@ -63,7 +62,7 @@ def _combine_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there & inside)
 
 
-@triton.jit(do_not_specialize=["dout_row_stride", "y_row_stride", "n_tokens", "n_cols"])
+@kernel
 def _scatter_kernel(
     dout_ptr,
     y_ptr,

@@ -16,16 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import kernel
 from .philox import keep_tile, load_rng
 from .tiles import with_divisor
 
 NORM_NONE, NORM_LAYER, NORM_RMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as enum Norm in csrc/launch.h
-
-# Triton would compile anew for a size or stride that is 1 or a multiple of 16: ALIGN tells a kernel what it can use.
-_UNSPECIALIZED = [
-    *("seed", "offset", "drop_limit", "n_rows", "n_cols", "rows_per_program"),
-    *("x_row_stride", "residual_row_stride", "dy_row_stride", "dz_row_stride", "z_row_stride"),
-]
 
 
 @triton.jit
@@ -137,7 +132,7 @@ def _store_y(
     tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@kernel
 def _row_norm_fwd_kernel(
     # operands: [n_rows, n_cols], [n_rows, n_cols], three of [n_cols]; None: not there
     x_ptr,
@@ -301,7 +296,7 @@ def _load_dy(
     return dy, normalised, wdy, rstd
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@kernel
 def _row_means_kernel(
     dy_ptr,
     z_ptr,
@@ -340,7 +335,7 @@ def _row_means_kernel(
     tl.store(row_means_ptr + n_rows + row, tl.div_rn(tl.sum(wdy_sum), count))
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@kernel
 def _row_norm_bwd_kernel(
     # operands: three of [n_rows, n_cols], two of [n_rows], [n_cols], [2, n_rows]; None: not there
     dy_ptr,

@@ -24,20 +24,12 @@ import triton
 import triton.language as tl
 
 from .arithmetic import exp
+from .launch import kernel
 from .philox import keep_tile, load_rng
 from .tiles import with_divisor
 
 ANY_STRIDE = tl.constexpr(2)
 _MINUS_INF = tl.constexpr(float("-inf"))
-
-# Triton would compile anew for a size or stride that is 1 or a multiple of 16: ALIGN tells a kernel what it can use.
-UNSPECIALIZED = [
-    *("seed", "offset", "drop_limit", "n_rows", "n_cols", "n_queries", "n_mask_rows", "n_shared"),
-    *("shared_per_program", "mask_inner", "shared_inner"),
-    *("scores_row_stride", "dy_row_stride", "p_row_stride", "mask_inner_stride", "mask_outer_stride"),
-    *("shared_inner_stride", "shared_outer_stride", "mask_col_stride"),
-    *("mask_size0", "mask_size1", "mask_size2", "mask_stride0", "mask_stride1", "mask_stride2"),
-]
 
 
 @triton.jit
@@ -202,7 +194,7 @@ def _store_probabilities(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@kernel
 def _softmax_fwd_kernel(
     # operands: [n_rows, n_cols], and a mask of any shape or None
     scores_ptr,
