@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,7 +72,10 @@ def with_divisor(size, ALIGN: tl.constexpr):
     return size // ALIGN * ALIGN
 
 
-def aligned(matrix: Tensor | None, divisor: int) -> Tensor | None:
+_Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
+
+
+def aligned(matrix: _Maybe, divisor: int) -> _Maybe:
     """The matrix, or an aligned copy of it where Triton could not read `divisor` elements at once.
 
     divisor: common_divisor of its width. A tile's layout, and with it the order of a row's sum, then depends on the
@@ -86,6 +89,6 @@ def aligned(matrix: Tensor | None, divisor: int) -> Tensor | None:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-def aligned_vector(vector: Tensor | None) -> Tensor | None:
+def aligned_vector(vector: _Maybe) -> _Maybe:
     """As aligned: whatever its width, a vector by itself lends its layout to the tile it is applied to."""
     return vector if vector is None or vector.data_ptr() % 16 == 0 else vector.clone()

@@ -133,8 +133,7 @@ def _contiguous_gradients(
     if backend == "cpu":
         dgate, dup, dbias = glu_native.backward(dy, operands, plan, wants, rng)
     else:
-        dy, matrices = matrix(dy, dy.shape[-1]), _matrices(operands)  # type: ignore[assignment]
-        dgate, dup, dbias = formulas(backend, "glu").backward(dy, matrices, plan, wants, rng)
+        dgate, dup, dbias = formulas(backend, "glu").backward(matrix(dy), _matrices(operands), plan, wants, rng)
     if dgate is not None:
         dgate = dgate.view(gate.shape).to(gate.dtype)
     if dup is not None and up is not None:
@@ -144,8 +143,7 @@ def _contiguous_gradients(
 
 def _matrices(operands: Operands) -> Operands:
     gate, up, bias = operands
-    n_cols = gate.shape[-1]
-    return Operands(matrix(gate, n_cols), matrix(up, n_cols), vector(bias))  # type: ignore[arg-type]
+    return Operands(matrix(gate), matrix(up), vector(bias))
 
 
 Call = tuple[Rng | None, EagerCall | None, GluPlan, str, torch.dtype]

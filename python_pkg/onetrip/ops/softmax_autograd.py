@@ -18,7 +18,7 @@ from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxP
 from . import softmax_native
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
-from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, in_memory, reshaped, rows
+from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, in_memory, matrix, reshaped
 from .common.operators import filled, register, register_gradients
 from .common.tracing import have_storage, refuse_double_backward
 
@@ -50,7 +50,7 @@ def forward(
     n_queries = shape[-2] if len(shape) > 1 else 1
     if backend in ("cpu", "cuda"):
         return softmax_native.forward((scores, mask, layout, n_queries), rng, plan, may_overwrite)
-    y, p = formulas(backend, "softmax").forward(Operands(_matrix(scores), mask, layout, n_queries), rng, plan)
+    y, p = formulas(backend, "softmax").forward(Operands(matrix(scores), mask, layout, n_queries), rng, plan)
     return reshaped(y, shape), None if p is None else reshaped(p, shape)
 
 
@@ -76,7 +76,7 @@ def backward(
     if backend in ("cpu", "cuda"):
         dscores, dmask = softmax_native.backward(operands, plan, wants_dscores, wants_dmask, may_overwrite)
     else:
-        operands = operands._replace(dy=_matrix(dy), p=_matrix(p))
+        operands = operands._replace(dy=matrix(dy), p=matrix(p))
         dscores, dmask = formulas(backend, "softmax").backward(operands, plan, wants_dscores, wants_dmask)
         dscores = None if dscores is None else dscores.view(shape)
     if dmask is not None and mask_shape is not None:
@@ -92,11 +92,6 @@ def gradients_of(
         make(dy.shape, dtype=dy.dtype) if wants_dscores else None,
         None if mask_shape is None else make(mask_shape, dtype=accumulator_dtype(dy.dtype)),
     )
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    n_cols = tensor.shape[-1]
-    return rows(tensor, n_cols)[0].view(-1, n_cols)
 
 
 def _to_mask_shape(dmask: Tensor, layout: MaskLayout | None, shape: torch.Size, mask_shape: tuple[int, ...]) -> Tensor:
