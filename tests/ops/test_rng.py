@@ -69,6 +69,7 @@ def test_an_element_is_kept_iff_its_bits_reach_the_threshold():
         assert not ops.dropout_keep_mask((16,), (own + 1) / 65536, (6, 0))[element]
 
 
+@pytest.mark.promise("D1")
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_masks_look_random(p):
     """Each element's own rate over many seeds, and pairs of neighbours: as independent draws, within 5 sigma."""

@@ -211,7 +211,8 @@ def outputs_of(results: Any) -> tuple[Tensor, ...]:
 
 def cotangents_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(output.shape, generator=generator, device="cpu").to(output) for output in outputs]
+    made = {"generator": generator, "dtype": torch.float32, "device": "cpu"}  # not by default, which tests change
+    return [torch.randn(output.shape, **made).to(output) for output in outputs]
 
 
 def results_and_gradients(
