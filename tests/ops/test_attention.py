@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip import ops
 from onetrip.measure import saved_tensors
 from onetrip.measure.traffic import TrafficMode
 from onetrip.ops import dropout_keep_mask
@@ -385,23 +384,6 @@ def test_nothing_attends_to_something(shape: tuple[int, int, int]) -> None:
     assert output.shape == (batch, heads, queries, 8) and weights.shape == (batch, heads, queries, 3)
     output.sum().backward()
     assert key.grad is not None and torch.equal(key.grad, torch.zeros_like(key))
-
-
-class Asked:
-    """Stands in for a context variable that nobody may read."""
-
-    def get(self) -> None:
-        raise AssertionError("an ordinary call asked whether it is watched")
-
-
-def test_an_ordinary_call_does_not_ask_whether_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dry run of anatomy once cost every call with dropout a look at a context variable."""
-    monkeypatch.setattr("onetrip.ops.common.tracing._watched_as", Asked())
-    case = CASES["plain"]
-    tensors = drawn(case)
-    attention(tensors["query"], tensors["key"], tensors["value"], scale=0.5, dropout_p=0.5)
-    ops.bias_dropout_residual(tensors["query"], tensors["query"], dropout_p=0.5)
-    ops.softmax(tensors["query"], dropout_p=0.5)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])

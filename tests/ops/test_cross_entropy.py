@@ -146,22 +146,16 @@ def test_all_rows_ignored(target, reduction):
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
 @ALL_DTYPES
 def test_a_bad_row_spoils_itself_only(target, dtype, bad):
-    logits = torch.randn(6, 200, device=target.device).to(dtype)
-    logits[2, 30] = logits[4, 3] = bad
     labels = torch.tensor([0, 1, 2, 3, -100, 5], device=target.device)
-    leaf = logits.requires_grad_()
-    loss = ops.cross_entropy(leaf, labels, reduction="none")
-    (dx,) = torch.autograd.grad(loss.sum(), leaf)
     others = torch.tensor([0, 1, 3, 4, 5], device=target.device)
-    assert loss[2].isnan() and loss[others].isfinite().all() and loss[4] == 0.0
-    assert dx[2].isnan().any() and dx[others].isfinite().all() and (dx[4] == 0.0).all()
     hidden = torch.randn(6, N_HIDDEN, device=target.device).to(dtype)
-    hidden[2, 3] = bad
+    hidden[2, 3] = hidden[4, 3] = bad
     hidden.requires_grad_()
     weight = torch.randn(200, N_HIDDEN, device=target.device).to(dtype)
     loss = ops.linear_cross_entropy(hidden, weight, labels, reduction="none")
     (dhidden,) = torch.autograd.grad(loss.sum(), hidden)
-    assert loss[2].isnan() and loss[others].isfinite().all() and dhidden[others].isfinite().all()
+    assert loss[2].isnan() and loss[others].isfinite().all() and loss[4] == 0.0
+    assert dhidden[2].isnan().any() and dhidden[others].isfinite().all() and not dhidden[4].any()
 
 
 def test_only_the_gradients_that_are_wanted(target):
@@ -186,9 +180,6 @@ def test_a_second_backward_gives_the_same(target, reduction):
     second = torch.autograd.grad(loss, leaves, torch.tensor(0.5, device=target.device))
     for mine, other in zip(second, kept, strict=True):
         torch.testing.assert_close(mine, other)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        loss = ops.linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2])
-        torch.autograd.grad(loss, leaves, create_graph=True)
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 300], ids=["one_chunk", "chunks"])

@@ -13,6 +13,7 @@ from onetrip import ops
 from onetrip.ops import glu_autograd, rotary_autograd, row_norm_autograd, softmax_autograd
 from onetrip.ops.common.backends import unavailable_reason
 from onetrip.ops.common.native import read
+from operator_cases import every_other
 from torch import Tensor
 from triton_runner import DEVICE
 
@@ -58,16 +59,6 @@ def leaves_of(dtypes: list[torch.dtype], wanted: set[int]) -> list[Tensor]:
     ]
 
 
-def strided(tensor: Tensor) -> Tensor:
-    """The same values, not contiguous."""
-    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def strided_pairs(tensor: Tensor) -> Tensor:
-    """The same values, every second one of memory."""
-    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
-
-
 def gradients(outputs: Any, leaves: list[Tensor], which: str, change: Callable[[Tensor], Tensor]) -> list[Any]:
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     used = [output for output, name in zip(outputs, ("y", "z"), strict=False) if which in (name, "both")]
@@ -92,7 +83,7 @@ def test_row_norm_gives_what_python_gives(name: str, dtypes: Any, monkeypatch: p
             outputs = FUNCTIONS[name](leaves)
         if not (outputs[0] if isinstance(outputs, tuple) else outputs).requires_grad:
             continue
-        expected = gradients(outputs, leaves, which, strided)
+        expected = gradients(outputs, leaves, which, every_other)
         with monkeypatch.context() as patch:
             # Python casts a dz that is passed on to x or a residual of another dtype.
             casts = dtypes[X] != dtypes[RESIDUAL] and (which == "z" or name.startswith("sum"))
@@ -110,7 +101,7 @@ def test_softmax_gives_what_python_gives(options: Any, dtype: Any, monkeypatch: 
     scores = torch.randn(2, 5, 5, dtype=dtype, requires_grad=True)
     cotangent = torch.randn(2, 5, 5, dtype=dtype)
     y = ops.softmax(scores, **options)
-    (expected,) = torch.autograd.grad(y, scores, strided(cotangent), retain_graph=True)
+    (expected,) = torch.autograd.grad(y, scores, every_other(cotangent), retain_graph=True)
     monkeypatch.setattr(softmax_autograd, "backward", refuse)
     (actual,) = torch.autograd.grad(y, scores, cotangent)
     assert torch.equal(actual, expected)
@@ -155,7 +146,7 @@ def test_glu_gives_what_python_gives(
 ) -> None:
     given = glu_operands(shape, dtype, device)
     results = []
-    for change in (strided_pairs, Tensor.contiguous):
+    for change in (every_other, Tensor.contiguous):
         leaves = [change(tensor).requires_grad_() for tensor in given]
         with monkeypatch.context() as patch:
             if change is Tensor.contiguous:
@@ -182,10 +173,10 @@ def test_rotary_gives_what_python_gives(
     cos, sin = torch.randn(tables, device=device), torch.randn(tables, device=device)
     cotangents = torch.randn(2, 4, 7, 18, device=device), torch.randn(2, 7, 2, 18, device=device).transpose(1, 2)
     results = []
-    for change in (strided_pairs, lambda tensor: tensor):
+    for change in (every_other, lambda tensor: tensor):
         leaves = [change(tensor).requires_grad_() for tensor in (q, k)]
         with monkeypatch.context() as patch:
-            if change is not strided_pairs:
+            if change is not every_other:
                 patch.setattr(rotary_autograd, "rotate", refuse)
             outputs = ops.rotary_embedding(*leaves, cos, sin, interleaved=interleaved)
             found = torch.autograd.grad(outputs, leaves, [*map(change, cotangents)])
