@@ -36,7 +36,11 @@ def forward(
     not needed any more, y may take their memory."""
     shape = scores.shape
     if backend == DISPATCHER:
-        return _dispatched(scores, mask, rng, plan, may_overwrite and scores.is_contiguous())
+        if may_overwrite and scores.is_contiguous():
+            y, p = scores, torch.ops.onetrip.softmax_(scores, mask, rng, *plan)
+        else:
+            y, p = torch.ops.onetrip.softmax(scores, mask, rng, *plan)
+        return y, p if plan.store_p else None
     if scores.numel() == 0:
         y = scores.new_empty(shape)
         return y, torch.empty_like(y) if plan.store_p else None
@@ -68,7 +72,11 @@ def backward(
     memory."""
     shape, wants_dmask = dy.shape, mask_shape is not None
     if backend == DISPATCHER:
-        return _dispatched_backward(dy, p, mask_shape, plan, wants_dscores, may_overwrite and dy.is_contiguous())
+        if may_overwrite and wants_dscores and dy.is_contiguous():
+            dscores, dmask = dy, torch.ops.onetrip.softmax_backward_(dy, p, mask_shape, *plan)
+        else:
+            dscores, dmask = torch.ops.onetrip.softmax_backward(dy, p, mask_shape, wants_dscores, *plan)
+        return dscores if wants_dscores else None, dmask if wants_dmask else None
     if dy.numel() == 0:
         return gradients_of(dy, mask_shape, wants_dscores, dy.new_zeros)
     layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
@@ -137,28 +145,6 @@ class _Softmax(torch.autograd.Function):
 
 
 apply = direct_apply(_Softmax)
-
-
-def _dispatched(
-    scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan, in_place: bool
-) -> tuple[Tensor, Tensor | None]:
-    """forward by the operators."""
-    if in_place:
-        y, p = scores, torch.ops.onetrip.softmax_(scores, mask, rng, *plan)
-    else:
-        y, p = torch.ops.onetrip.softmax(scores, mask, rng, *plan)
-    return y, p if plan.store_p else None
-
-
-def _dispatched_backward(
-    dy: Tensor, p: Tensor, mask_shape: tuple[int, ...] | None, plan: SoftmaxPlan, wants_dscores: bool, in_place: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """backward by the operators."""
-    if in_place and wants_dscores:
-        dscores, dmask = dy, torch.ops.onetrip.softmax_backward_(dy, p, mask_shape, *plan)
-    else:
-        dscores, dmask = torch.ops.onetrip.softmax_backward(dy, p, mask_shape, wants_dscores, *plan)
-    return dscores if wants_dscores else None, None if mask_shape is None else dmask
 
 
 def _backend(tensor: Tensor) -> str:
