@@ -181,7 +181,15 @@ def backward(
         dy, p = aligned(dy, divisor), aligned(p, divisor)
         sizes = _Sizes(dy.shape, n_queries, dy.stride(0), p.stride(0))
         if dmask is not None:
-            _backward_mask(dy, p, dscores, dmask, layout, plan, sizes)
+            n_partials, launch_dots, launch = _backward_mask_launches(plan, sizes, layout)
+            row_dots = None
+            if launch_dots is not None:
+                row_dots = dmask.new_empty(n_rows)
+                launch_dots(dy, p, row_dots)
+            partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
+            launch(dy, p, row_dots, dscores, partials)
+            if n_partials > 1:
+                sum_partials(partials.view(1, n_partials, -1), [dmask.view(-1)])
         elif dscores is not None:
             _backward_launch(plan, sizes)(dy, p, dscores)
     return dscores, dmask
@@ -222,26 +230,6 @@ def _backward_launch(plan: SoftmaxPlan, sizes: _Sizes) -> Launch:
         **tile_arguments(block, n_cols),
         **_common(plan, sizes),
     )
-
-
-def _backward_mask(
-    dy: Tensor,
-    p: Tensor,
-    dscores: Tensor | None,
-    dmask: Tensor,
-    layout: MaskLayout,
-    plan: SoftmaxPlan,
-    sizes: _Sizes,
-) -> None:
-    n_partials, launch_dots, launch = _backward_mask_launches(plan, sizes, layout)
-    row_dots = None
-    if launch_dots is not None:
-        row_dots = dmask.new_empty(dy.shape[0])
-        launch_dots(dy, p, row_dots)
-    partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
-    launch(dy, p, row_dots, dscores, partials)
-    if n_partials > 1:
-        sum_partials(partials.view(1, n_partials, -1), [dmask.view(-1)])
 
 
 @lru_cache(maxsize=LAUNCHES)

@@ -73,10 +73,10 @@ def backward(
     shape, wants_dmask = dy.shape, mask_shape is not None
     if backend == DISPATCHER:
         if may_overwrite and wants_dscores and dy.is_contiguous():
-            dscores, dmask = dy, torch.ops.onetrip.softmax_backward_(dy, p, mask_shape, *plan)
+            found = dy, torch.ops.onetrip.softmax_backward_(dy, p, mask_shape, *plan)
         else:
-            dscores, dmask = torch.ops.onetrip.softmax_backward(dy, p, mask_shape, wants_dscores, *plan)
-        return dscores if wants_dscores else None, dmask if wants_dmask else None
+            found = torch.ops.onetrip.softmax_backward(dy, p, mask_shape, wants_dscores, *plan)
+        return found[0] if wants_dscores else None, found[1] if wants_dmask else None
     if dy.numel() == 0:
         return gradients_of(dy, mask_shape, wants_dscores, dy.new_zeros)
     layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)

@@ -117,10 +117,10 @@ def reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     return result
 
 
-_Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
+Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 
 
-def matrix(tensor: _Maybe) -> _Maybe:
+def matrix(tensor: Maybe) -> Maybe:
     """The tensor as [n_rows, n_cols] with last stride 1, for backends that read torch's strides."""
     if tensor is None:
         return tensor
@@ -128,7 +128,7 @@ def matrix(tensor: _Maybe) -> _Maybe:
     return found if found.dim() == 2 else found.view(-1, tensor.shape[-1])
 
 
-def vector(tensor: _Maybe) -> _Maybe:
+def vector(tensor: Maybe) -> Maybe:
     return None if tensor is None else in_memory(tensor).contiguous()
 
 
