@@ -67,14 +67,13 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """reference.softmax.forward for scores of last stride 1 and a mask read in place by its layout; y, p: contiguous.
 
-    Dtypes are float32, float16 or bfloat16. rng: (seed, offset), or an int64 tensor of the two on the device of scores.
+    Dtypes are float32, float16 or bfloat16; none is empty. rng: (seed, offset), or an int64 tensor of the two on the
+    device of scores.
     """
     scores, mask, layout, n_queries = operands
     n_rows, n_cols = scores.shape
     y = scores.new_empty((n_rows, n_cols))
     p = scores.new_empty((n_rows, n_cols)) if plan.store_p else None
-    if scores.numel() == 0:
-        return y, p
     with on_device_of(scores):
         scores = aligned(scores, common_divisor(n_cols))
         read = None if mask is None else layout
@@ -174,8 +173,6 @@ def backward(
     n_rows, n_cols = dy.shape
     dscores = dy.new_empty((n_rows, n_cols)) if wants_dscores else None
     dmask = dy.new_empty((layout.n_mask_rows, n_cols), dtype=torch.float32) if wants_dmask else None
-    if dy.numel() == 0:
-        return dscores, None if dmask is None else dmask.zero_()
     divisor = common_divisor(n_cols)
     with on_device_of(dy):
         dy, p = aligned(dy, divisor), aligned(p, divisor)

@@ -312,16 +312,6 @@ def test_large_mean(n_cols: int, request: pytest.FixtureRequest) -> None:
     assert (y.double() - exact).abs().max() <= 2 * torchs + 5e-4
 
 
-def test_no_rows() -> None:
-    plan = plan_of(NORM_LAYER, F32)
-    empty, none = torch.empty(0, 8, device=DEVICE), torch.empty(0, device=DEVICE)
-    check_forward(empty, None, [None, None, None], None, plan)
-    *_, dbias, dweight, dnorm_bias = row_norm.backward(
-        BackwardOperands(empty, None, empty, none, none), None, plan, Dtypes(F32, F32, F32, F16, BF16)
-    )
-    assert not any(gradient.any() for gradient in (dbias, dweight, dnorm_bias))
-
-
 def test_backward_repeats_bit_for_bit() -> None:
     tensors, plan = (*backward_inputs(40, 72, NORM_LAYER, F32), randn(72)), plan_of(NORM_LAYER, F32, dropout_p=0.1)
     first, second = (row_norm.backward(*backward_arguments(*tensors, RNG, plan, (F32,) * 5)) for _ in range(2))

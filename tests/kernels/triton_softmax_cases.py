@@ -369,16 +369,6 @@ def test_a_maximum_that_moves(tiles: str) -> None:
     check_forward(scores, scale=0.0)
 
 
-def test_no_rows() -> None:
-    empty = torch.empty(0, 8, device=DEVICE)
-    check_forward(empty)
-    layout = MaskLayout((0, 3), (0, 8), 1)
-    _, dmask = softmax.backward(
-        BackwardOperands(empty, empty, layout, Q), SoftmaxPlan(1.0, False, 0.0, False), True, True
-    )
-    assert dmask is not None and dmask.shape == (3, 8) and not dmask.any()
-
-
 @pytest.mark.skipif(INTERPRETED or EMULATED, reason="millions of elements are too many without a GPU")
 @pytest.mark.parametrize(
     "shape", [(4096, 1024), (516, 4096), (64, 8192), (32, 16384), (4, 32768), (4, 262144), (12, 1001)], ids=str

@@ -65,61 +65,33 @@ def test_result_and_gradients(target, layout, dtype, table_dtype, head_dim, part
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
-class TestTransformers:
-    """The bits of transformers' functions, forward and backward."""
-
-    def operands(self, target, dtype, head_dim=64, n=64):
-        q, k = (heads(2, h, 33, head_dim, dtype, target.device, "transposed") for h in (4, 2))
-        angles = torch.arange(33, device=target.device)[None, :, None] * 10.0 ** -torch.linspace(0, 4, n // 2).to(
-            target.device
-        )
-        return q, k, angles, (torch.randn_like(q), torch.randn_like(k))
-
-    def check(self, ours, theirs, q, k, grads):
-        leaves = [x.detach().requires_grad_() for x in (q, k)]
-        results = [function(*leaves) for function in (ours, theirs)]
-        for our, their in zip(*results, strict=True):
-            assert_bitwise(our, their)
-        pairs = [torch.autograd.grad(result, leaves, grads) for result in results]
-        for our, their in zip(*pairs, strict=True):
-            assert torch.equal(our, their)
-
-    @pytest.mark.parametrize(("model", "width"), [("llama", ()), ("gpt_neox", (80, 20))], ids=["llama", "gpt_neox"])
-    def test_halves(self, model, width, target, dtype):
-        """All columns are rotated, and some."""
-        unfused = import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
-        q, k, angles, grads = self.operands(target, dtype, *width)
-        angles = torch.cat((angles, angles), -1)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self.check(lambda q, k: ops.rotary_embedding(q, k, cos, sin), lambda q, k: unfused(q, k, cos, sin), q, k, grads)
-
-    def test_glm_interleaved_partial(self, target, dtype):
-        from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
-
-        q, k, angles, grads = self.operands(target, dtype, 64, 32)
-        halves = torch.cat((angles, angles), -1)
-        pairs = angles.repeat_interleave(2, -1)
-        self.check(
-            lambda q, k: ops.rotary_embedding(q, k, pairs.cos().to(dtype), pairs.sin().to(dtype), interleaved=True),
-            lambda q, k: apply_rotary_pos_emb(q, k, halves.cos().to(dtype), halves.sin().to(dtype)),
-            q,
-            k,
-            grads,
-        )
-
-    def test_cohere_in_float32(self, target, dtype):
-        from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
-
-        q, k, angles, grads = self.operands(target, dtype)
-        pairs = angles.repeat_interleave(2, -1)
-        cos, sin = pairs.cos().to(dtype), pairs.sin().to(dtype)
-        self.check(
-            lambda q, k: ops.rotary_embedding(q, k, cos.float(), sin.float(), interleaved=True),
-            lambda q, k: apply_rotary_pos_emb(q, k, cos, sin),
-            q,
-            k,
-            grads,
-        )
+@pytest.mark.parametrize(
+    ("model", "head_dim", "n", "interleaved", "table_dtype"),
+    [
+        ("llama", 64, 64, False, None),
+        ("gpt_neox", 80, 20, False, None),
+        ("glm", 64, 32, True, None),
+        ("cohere", 64, 64, True, F32),
+    ],
+    ids=["llama", "gpt_neox", "glm", "cohere"],
+)
+def test_bits_of_transformers_functions(target, model, head_dim, n, interleaved, table_dtype, dtype):
+    """Forward and backward; of all columns and of some. Cohere computes in float32; GLM takes halves of its tables."""
+    theirs = import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
+    q, k = (heads(2, h, 33, head_dim, dtype, target.device, "transposed") for h in (4, 2))
+    angles = torch.arange(33)[None, :, None] * 10.0 ** -torch.linspace(0, 4, n // 2)
+    halves, pairs = torch.cat((angles, angles), -1), angles.repeat_interleave(2, -1)
+    given = pairs if model == "cohere" else halves
+    of_theirs, of_ours = (
+        [table.to(target.device, dtype) for table in (each.cos(), each.sin())]
+        for each in (given, pairs if interleaved else halves)
+    )
+    of_ours = [table.to(table_dtype or dtype) for table in of_ours]
+    grads = torch.randn_like(q), torch.randn_like(k)
+    expected = gradients(theirs, q, k, *of_theirs, *grads)
+    found = gradients(ops.rotary_embedding, q, k, *of_ours, *grads, interleaved=interleaved)
+    for our, their in zip(found, expected, strict=True):
+        assert torch.equal(our, their)
 
 
 @pytest.mark.parametrize(("interleaved", "n_rotated"), [(False, 4), (True, 6)], ids=["halves", "interleaved"])
