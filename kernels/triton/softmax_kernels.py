@@ -5,11 +5,7 @@ P = softmax(scale * scores + mask) over the last dimension, y = dropout(P). Soft
 with mask and dropout, Vaswani et al. 2017, section 3.2. Sum beside a running maximum: Milakov & Gimelshein 2018. All
 arithmetic is float32, rounded once where it is stored. A row whose largest value is -Inf gives zeros.
 
-Conventions. Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs
-contiguous. A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor
-argument removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride, and matrices
-start at multiples of 16 bytes where it is not 1: Triton then emits 16-byte accesses. Row numbers are int64: row *
-stride passes 2^31 on long batches. Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
+Conventions: see tiles.py.
 
 The mask is read in place. Row r of the scores, counted in the mask's dimensions, reads the mask's row that starts at
 the sum of index * stride: see _mask_starts. MASK_COLS is the stride between its columns: 0, 1, or ANY_STRIDE for

@@ -268,6 +268,17 @@ def test_nan_and_inf_stay_in_their_row_and_are_of_torchs_classes(target, column,
         assert torch.equal(now[2].isnan(), exact[2].isnan()) and torch.equal(now[2].isinf(), exact[2].isinf())
 
 
+@pytest.mark.promise("N10")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_dropped_values_are_zero_whatever_they_were(target, bad):
+    i = make((4, 64), torch.float32, "residual", device=target.device)
+    keep = ops.dropout_keep_mask(i.x.shape, 0.5, RNG).to(target.device)
+    i.x[~keep] = bad
+    z = ops.bias_dropout_residual(i.x, i.residual, dropout_p=0.5, rng=RNG)
+    assert z.isfinite().all()
+    assert torch.equal(z[~keep], i.residual[~keep])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_output_dtype_under_cpu_autocast_is_torchs(dtype):
     x = make((3, 32), dtype).x

@@ -157,6 +157,35 @@ def test_special_values(target, dtype):
     assert ops.softmax(scores, hidden)[2].isnan().all(), "an added -inf does not hide NaN"
 
 
+@pytest.mark.promise("softmax N10")
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_what_causality_hides_is_zero_and_in_no_result(target, dtype, dropout_p):
+    """NaN there in scores and in the gradient of y is not looked at; a visible one fills what its row sees."""
+    hidden = torch.ones(40, 45, dtype=torch.bool, device=target.device).triu(6)
+    scores, dy = (torch.randn(3, 40, 45, device=target.device).to(dtype) for _ in range(2))
+    bias = torch.randn(40, 45, device=target.device).requires_grad_()
+    options = {"causal": True, "dropout_p": dropout_p, "rng": RNG}
+
+    def results(scores, dy):
+        leaves = scores.clone().requires_grad_(), bias
+        y = ops.softmax(*leaves, **options)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    clean = results(scores, dy)
+    for a, b in zip(clean, results(*(t.masked_fill(hidden, torch.nan) for t in (scores, dy))), strict=True):
+        assert_bitwise(a, b)
+        assert (a[..., hidden] == 0.0).all() and a.isfinite().all()
+    kept = ops.dropout_keep_mask(scores.shape, dropout_p, RNG, target.device)[1, 30]
+    column = (kept & ~hidden[30]).nonzero()[0]
+    scores[1, 30, column] = torch.nan
+    y, _, _ = results(scores, dy)
+    assert y[1, 30][kept & ~hidden[30]].isnan().all() and (y[..., hidden] == 0.0).all()
+    scores[1, 30, column], dy[1, 30, column] = 0.0, torch.nan
+    for row in (each[..., 30, :].reshape(-1, 45)[-2 if each.dim() == 3 else 0] for each in results(scores, dy)[1:]):
+        assert row[~hidden[30]].isnan().all() and (row[hidden[30]] == 0.0).all()
+
+
 @pytest.mark.promise("softmax N8")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_largest_and_smallest_numbers(target, dtype):
