@@ -207,21 +207,6 @@ def test_wrong_dtypes_of_results(function, value, shown):
     assert str(raised.value).startswith(f"{function}: out_dtype must be float32, float16 or bfloat16, got {shown}")
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        (3, "shape must be a tuple of sizes >= 0, got 3"),
-        ((3, -1), r"shape must be a tuple of sizes >= 0, got \(3, -1\)"),
-        ((3, 1.0), r"shape must be a tuple of sizes >= 0, got \(3, 1.0\)"),
-        (None, "shape must be a tuple of sizes >= 0, got None"),
-    ],
-    ids=repr,
-)
-def test_shapes_that_a_mask_cannot_have(shape, message):
-    with pytest.raises(TypeError, match=f"^dropout_keep_mask: {message}"):
-        ops.dropout_keep_mask(shape, 0.5, (1, 2))
-
-
 ALL = "residual bias weight norm_bias"
 
 
