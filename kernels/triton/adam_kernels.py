@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..reference.rounding import Rounding
+from .launch import kernel
 from .philox import random_tile
 
 BLOCK, CHUNK = tl.constexpr(128), tl.constexpr(4096)  # kAdamBlock, kAdamChunk
@@ -26,13 +27,10 @@ _INTEGERS, _INTEGERS_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
 RESIDUAL_8, RESIDUAL_16 = tl.constexpr(int(Rounding.RESIDUAL_8)), tl.constexpr(int(Rounding.RESIDUAL_16))
 STOCHASTIC = tl.constexpr(int(Rounding.STOCHASTIC))
 
-# Triton rounds a float argument to float32. float64 ones travel as int64 of the same bits.
-_DOUBLES = ("lr", "weight_decay", "log_beta1", "log_beta2", "log_ratio", "sum_factor", "sum_per_step", "largest_factor")
-
 
 @triton.jit
 def _double(bits, COUNT: tl.constexpr):
-    """[COUNT] of the float64 with these bits."""
+    """[COUNT] of the float64 with these bits: Triton rounds a float argument to float32."""
     return (tl.zeros([COUNT], tl.int64) + bits).to(tl.float64, bitcast=True)
 
 
@@ -43,7 +41,7 @@ def _expm1(x):
     return tl.where(tl.abs(x) < 1.0 / 1024, series, tl.exp(x) - 1.0)
 
 
-@triton.jit(do_not_specialize=["n_counters", "group", *_DOUBLES])
+@kernel
 def _adam_prepare_kernel(
     counters_ptr,
     scalars_ptr,
@@ -241,7 +239,7 @@ def _round_stochastically(values, key, step, rows):
     return _bfloat16(tl.where(values != values, _NAN, bits))
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@kernel
 def _adam_step_kernel(
     tensors_ptr,
     chunks_ptr,

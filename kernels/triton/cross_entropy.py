@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from .arithmetic import exp
-from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, kernel, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, aligned, common_divisor, row_stride, with_divisor
 
 _BLOCK_COLS, _COLS_PER_WARP = 2048, 256  # 8 elements a lane: the first walk keeps three sums of each in registers
@@ -35,7 +35,7 @@ def _load_values(logits_ptr, cols, n_cols, scale, softcap, HAS_CAP: tl.constexpr
     return t, slope
 
 
-@triton.jit(do_not_specialize=["n_cols", "logits_row_stride", "dlogits_row_stride", "weight_stride", "ignore_index"])
+@kernel
 def _cross_entropy_kernel(
     # operands: [n_rows, n_cols], [n_rows] int64
     logits_ptr,
@@ -241,7 +241,7 @@ def forward_backward_(
     return loss
 
 
-@triton.jit(do_not_specialize=["n_elements"])
+@kernel
 def _multiply_kernel(values_ptr, factor_ptr, n_elements: tl.int64, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
     """values *= factor. Moves one read and one write of the values, or nothing where the factor is 1."""
     factor = tl.load(factor_ptr)

@@ -13,24 +13,9 @@ import triton
 import triton.language as tl
 
 from .arithmetic import exp, reciprocal
+from .launch import kernel
 from .philox import keep_tile, load_rng
 from .tiles import with_divisor
-
-UNSPECIALIZED = [
-    "seed",
-    "offset",
-    "drop_limit",
-    "n_rows",
-    "n_cols",
-    "n_col_tiles",
-    "rows_per_program",
-    "dy_row_stride",
-    "gate_row_stride",
-    "up_row_stride",
-    "y_row_stride",
-    "dgate_row_stride",
-    "dup_row_stride",
-]
 
 
 @triton.jit
@@ -160,7 +145,7 @@ def _dropped(
     return values
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@kernel
 def _glu_fwd_kernel(
     gate_ptr,
     up_ptr,
@@ -223,7 +208,7 @@ def _glu_fwd_kernel(
     tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@kernel
 def _glu_bwd_kernel(
     dy_ptr,
     gate_ptr,

@@ -17,6 +17,13 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 """What a kernel was compiled for -> the compiled kernel."""
 
 
+def kernel(function: Any) -> Any:
+    """triton.jit of a function that Launch can launch. Triton would compile it anew for a size or stride that is 1 or a
+    multiple of 16: ALIGN tells a kernel what it can use of these."""
+    integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
+    return triton.jit(do_not_specialize=integers)(function)
+
+
 LAUNCHES = 1024
 """How many a function that makes them for each shape keeps."""
 
@@ -30,9 +37,9 @@ class Launch:
 
     Triton binds and classifies all arguments of every launch to find what it compiled for them. Only what our kernels
     are compiled for is looked at here: options, constants, which come last, and of tensors the dtype, the device, and
-    whether the address is a multiple of 16. Numbers are not: integers are in the kernel's do_not_specialize, others
-    are Python floats. What Triton looks at besides, like debugging options that change between two launches, has no
-    effect after the first; its launch hooks run at the first only.
+    whether the address is a multiple of 16. Numbers are not: kernel() leaves integers unspecialized, others are
+    Python floats. What Triton looks at besides, like debugging options that change between two launches, has no effect
+    after the first; its launch hooks run at the first only.
     """
 
     __slots__ = ("_compiled", "_constants", "_last", "grid", "kernel", "named")

@@ -12,11 +12,10 @@ import functools
 import torch
 from torch import Tensor
 
-import triton
 import triton.language as tl
 
-from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
-from .tiles import MAX_REGISTERS, aligned, common_divisor, with_divisor
+from .launch import LAUNCHES, Launch, cdiv, kernel, next_power_of_2, on_device_of
+from .tiles import MAX_REGISTERS, aligned, common_divisor, row_stride, with_divisor
 
 _TILE_BYTES = 2048
 """Bytes of a tile of rows, for 4 warps of 32 lanes: 16 a lane."""
@@ -24,7 +23,7 @@ _WHOLE_ROW_BYTES = 8192
 """Rows of dout up to this length stay in registers while the k rows of y pass: 16 warps at most."""
 
 
-@triton.jit(do_not_specialize=["y_row_stride", "n_tokens", "n_cols"])
+@kernel
 def _combine_kernel(
     y_ptr,
     places_ptr,
@@ -63,7 +62,7 @@ def _combine_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=there & inside)
 
 
-@triton.jit(do_not_specialize=["dout_row_stride", "y_row_stride", "n_tokens", "n_cols"])
+@kernel
 def _scatter_kernel(
     dout_ptr,
     y_ptr,
@@ -135,7 +134,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor | None, dtype: torch.dtyp
     """reference.moe.combine for y of last stride 1, places and weights contiguous, neither empty."""
     n_tokens, k = places.shape
     n_cols = y.shape[1]
-    y = _aligned(y, common_divisor(n_cols))
+    y = aligned(y, common_divisor(n_cols))
     out = torch.empty((n_tokens, n_cols), dtype=dtype, device=y.device)
     with on_device_of(y):
         _combine_launch(k, out.shape, y.stride(0), y.itemsize)(y, places, weights, out)
@@ -189,9 +188,8 @@ def _scatter(
     dweights: Tensor | None,
 ) -> None:
     align = common_divisor(dout.shape[1])
-    dout = _aligned(dout, align)
-    y = None if y is None else _aligned(y, align)
-    strides = dout.stride(0), 0 if y is None else y.stride(0)
+    dout, y = aligned(dout, align), aligned(y, align)
+    strides = dout.stride(0), row_stride(y)
     with on_device_of(dout):
         launch = _scatter_launch(places.shape[1], dout.shape, strides, dout.itemsize)
         launch(dout, y, places, weights, dy, dweights)
@@ -218,9 +216,3 @@ def _scatter_launch(k: int, shape: torch.Size, strides: tuple[int, int], bytes_o
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=False,
     )
-
-
-def _aligned(matrix: Tensor, divisor: int) -> Tensor:
-    found = aligned(matrix, divisor)
-    assert found is not None
-    return found

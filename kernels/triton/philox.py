@@ -9,7 +9,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..reference.philox import dropout_scale, dropout_threshold
+from ..reference.philox import dropout_scale, dropout_threshold, signed
 
 _ROUNDS = tl.constexpr(7)
 
@@ -115,7 +115,7 @@ def rng_arguments(rng: tuple[int, int] | Tensor | None, draws: bool) -> tuple[Te
     if isinstance(rng, Tensor):
         return rng, 0, 0
     seed, offset = rng
-    return None, _signed(seed), _signed(offset)
+    return None, signed(seed), signed(offset)
 
 
 def dropout_arguments(dropout_p: float, n_cols: int) -> dict[str, Any]:
@@ -129,8 +129,3 @@ def dropout_arguments(dropout_p: float, n_cols: int) -> dict[str, Any]:
         "keep_scale": dropout_scale(dropout_p),
         "PHILOX_COLS": philox_cols(n_cols),
     }
-
-
-def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
-    return (word + 2**63) % 2**64 - 2**63

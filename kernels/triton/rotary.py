@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..reference.rotary import OperandTuple, RotaryPlan, empty_adjacent
-from .launch import LAUNCHES, Launch, cdiv, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, kernel, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, with_divisor
 
 _TILE_PAIRS = 512
@@ -110,13 +110,11 @@ def _rotate_head(
         tl.store(y_rows + passed, tl.load(x_rows + passed, mask=inside), mask=inside)
 
 
-# ALIGN tells a kernel what it can use of its strides: Triton would compile anew for each that is a multiple of 16.
 _STRIDES = [f"{name}_{of}_stride" for name in ("q", "k", "q_out", "k_out") for of in ("batch", "head", "position")]
 _TABLE_STRIDES = [f"{name}_{of}_stride" for name in ("cos", "sin") for of in ("batch", "position")]
-_SIZES = ["n_q_heads", "n_heads", "n_positions", "n_position_blocks"]
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, *_TABLE_STRIDES, *_SIZES])
+@kernel
 def _rotary_kernel(
     q_ptr,
     k_ptr,

@@ -4,11 +4,7 @@ z = residual + dropout(x + bias);  y = round_to(n_dtype, normalise(z)) * (weight
 LayerNorm: Ba, Kiros & Hinton 2016. RMSNorm: Zhang & Sennrich 2019. All arithmetic is float32, and what is normalised is
 z as rounded to z_dtype.
 
-Conventions. Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs
-contiguous. A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor
-argument removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride, and matrices
-start at multiples of 16 bytes where it is not 1: Triton then emits 16-byte accesses. Row numbers are int64: row *
-stride passes 2^31 on long batches. Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
+Conventions: see tiles.py.
 """
 
 from __future__ import annotations
@@ -16,16 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import kernel
 from .philox import keep_tile, load_rng
 from .tiles import with_divisor
 
 NORM_NONE, NORM_LAYER, NORM_RMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as enum Norm in csrc/launch.h
-
-# Triton would compile anew for a size or stride that is 1 or a multiple of 16: ALIGN tells a kernel what it can use.
-_UNSPECIALIZED = [
-    *("seed", "offset", "drop_limit", "n_rows", "n_cols", "rows_per_program"),
-    *("x_row_stride", "residual_row_stride", "dy_row_stride", "dz_row_stride", "z_row_stride"),
-]
 
 
 @triton.jit
@@ -137,7 +128,7 @@ def _store_y(
     tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@kernel
 def _row_norm_fwd_kernel(
     # operands: [n_rows, n_cols], [n_rows, n_cols], three of [n_cols]; None: not there
     x_ptr,
@@ -301,7 +292,7 @@ def _load_dy(
     return dy, normalised, wdy, rstd
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@kernel
 def _row_means_kernel(
     dy_ptr,
     z_ptr,
@@ -340,7 +331,7 @@ def _row_means_kernel(
     tl.store(row_means_ptr + n_rows + row, tl.div_rn(tl.sum(wdy_sum), count))
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@kernel
 def _row_norm_bwd_kernel(
     # operands: three of [n_rows, n_cols], two of [n_rows], [n_cols], [2, n_rows]; None: not there
     dy_ptr,

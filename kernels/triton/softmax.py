@@ -67,14 +67,13 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """reference.softmax.forward for scores of last stride 1 and a mask read in place by its layout; y, p: contiguous.
 
-    Dtypes are float32, float16 or bfloat16. rng: (seed, offset), or an int64 tensor of the two on the device of scores.
+    Dtypes are float32, float16 or bfloat16; none is empty. rng: (seed, offset), or an int64 tensor of the two on the
+    device of scores.
     """
     scores, mask, layout, n_queries = operands
     n_rows, n_cols = scores.shape
     y = scores.new_empty((n_rows, n_cols))
     p = scores.new_empty((n_rows, n_cols)) if plan.store_p else None
-    if scores.numel() == 0:
-        return y, p
     with on_device_of(scores):
         scores = aligned(scores, common_divisor(n_cols))
         read = None if mask is None else layout
@@ -174,14 +173,20 @@ def backward(
     n_rows, n_cols = dy.shape
     dscores = dy.new_empty((n_rows, n_cols)) if wants_dscores else None
     dmask = dy.new_empty((layout.n_mask_rows, n_cols), dtype=torch.float32) if wants_dmask else None
-    if dy.numel() == 0:
-        return dscores, None if dmask is None else dmask.zero_()
     divisor = common_divisor(n_cols)
     with on_device_of(dy):
         dy, p = aligned(dy, divisor), aligned(p, divisor)
         sizes = _Sizes(dy.shape, n_queries, dy.stride(0), p.stride(0))
         if dmask is not None:
-            _backward_mask(dy, p, dscores, dmask, layout, plan, sizes)
+            n_partials, launch_dots, launch = _backward_mask_launches(plan, sizes, layout)
+            row_dots = None
+            if launch_dots is not None:
+                row_dots = dmask.new_empty(n_rows)
+                launch_dots(dy, p, row_dots)
+            partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
+            launch(dy, p, row_dots, dscores, partials)
+            if n_partials > 1:
+                sum_partials(partials.view(1, n_partials, -1), [dmask.view(-1)])
         elif dscores is not None:
             _backward_launch(plan, sizes)(dy, p, dscores)
     return dscores, dmask
@@ -222,26 +227,6 @@ def _backward_launch(plan: SoftmaxPlan, sizes: _Sizes) -> Launch:
         **tile_arguments(block, n_cols),
         **_common(plan, sizes),
     )
-
-
-def _backward_mask(
-    dy: Tensor,
-    p: Tensor,
-    dscores: Tensor | None,
-    dmask: Tensor,
-    layout: MaskLayout,
-    plan: SoftmaxPlan,
-    sizes: _Sizes,
-) -> None:
-    n_partials, launch_dots, launch = _backward_mask_launches(plan, sizes, layout)
-    row_dots = None
-    if launch_dots is not None:
-        row_dots = dmask.new_empty(dy.shape[0])
-        launch_dots(dy, p, row_dots)
-    partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
-    launch(dy, p, row_dots, dscores, partials)
-    if n_partials > 1:
-        sum_partials(partials.view(1, n_partials, -1), [dmask.view(-1)])
 
 
 @lru_cache(maxsize=LAUNCHES)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .softmax_kernels import UNSPECIALIZED, loaded_cols, visible_cols, where_visible
+from .launch import kernel
+from .softmax_kernels import loaded_cols, visible_cols, where_visible
 from .tiles import with_divisor
 
 
@@ -66,7 +67,7 @@ def _wide_row_dot(
     return tl.sum(totals, axis=1, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@kernel
 def _softmax_bwd_kernel(
     dy_ptr,
     p_ptr,
@@ -131,7 +132,7 @@ def _softmax_bwd_kernel(
             tl.store(dscores_ptr + row * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@kernel
 def _row_dots_kernel(
     dy_ptr,
     p_ptr,
@@ -174,7 +175,7 @@ def _place(index, inner, inner_stride, outer_stride, SPLIT: tl.constexpr, INDEX:
         return index * inner_stride
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@kernel
 def _softmax_bwd_mask_kernel(
     # operands: two of [n_rows, n_cols], [n_rows] or None
     dy_ptr,

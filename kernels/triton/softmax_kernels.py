@@ -5,11 +5,7 @@ P = softmax(scale * scores + mask) over the last dimension, y = dropout(P). Soft
 with mask and dropout, Vaswani et al. 2017, section 3.2. Sum beside a running maximum: Milakov & Gimelshein 2018. All
 arithmetic is float32, rounded once where it is stored. A row whose largest value is -Inf gives zeros.
 
-Conventions. Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs
-contiguous. A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor
-argument removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride, and matrices
-start at multiples of 16 bytes where it is not 1: Triton then emits 16-byte accesses. Row numbers are int64: row *
-stride passes 2^31 on long batches. Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
+Conventions: see tiles.py.
 
 The mask is read in place. Row r of the scores, counted in the mask's dimensions, reads the mask's row that starts at
 the sum of index * stride: see _mask_starts. MASK_COLS is the stride between its columns: 0, 1, or ANY_STRIDE for
@@ -24,20 +20,12 @@ import triton
 import triton.language as tl
 
 from .arithmetic import exp
+from .launch import kernel
 from .philox import keep_tile, load_rng
 from .tiles import with_divisor
 
 ANY_STRIDE = tl.constexpr(2)
 _MINUS_INF = tl.constexpr(float("-inf"))
-
-# Triton would compile anew for a size or stride that is 1 or a multiple of 16: ALIGN tells a kernel what it can use.
-UNSPECIALIZED = [
-    *("seed", "offset", "drop_limit", "n_rows", "n_cols", "n_queries", "n_mask_rows", "n_shared"),
-    *("shared_per_program", "mask_inner", "shared_inner"),
-    *("scores_row_stride", "dy_row_stride", "p_row_stride", "mask_inner_stride", "mask_outer_stride"),
-    *("shared_inner_stride", "shared_outer_stride", "mask_col_stride"),
-    *("mask_size0", "mask_size1", "mask_size2", "mask_stride0", "mask_stride1", "mask_stride2"),
-]
 
 
 @triton.jit
@@ -202,7 +190,7 @@ def _store_probabilities(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@kernel
 def _softmax_fwd_kernel(
     # operands: [n_rows, n_cols], and a mask of any shape or None
     scores_ptr,

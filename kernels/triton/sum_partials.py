@@ -8,10 +8,9 @@ from functools import lru_cache
 
 from torch import Tensor
 
-import triton
 import triton.language as tl
 
-from .launch import LAUNCHES, Launch, cdiv
+from .launch import LAUNCHES, Launch, cdiv, kernel
 from .tiles import Tile, common_divisor, with_divisor
 
 _TILE = Tile(rows=64, cols=32, num_warps=8)
@@ -51,7 +50,7 @@ def _launch_of(n_outputs: int, n_partials: int, n_cols: int) -> Launch:
     )
 
 
-@triton.jit(do_not_specialize=["n_partials", "n_cols"])
+@kernel
 def _sum_partials_kernel(
     partials_ptr,
     out0_ptr,

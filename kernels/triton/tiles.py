@@ -1,9 +1,16 @@
-"""Tiles of matrices: their sizes, and what Triton is told of alignment. Shared by the families of kernels."""
+"""Tiles of matrices: their sizes, and what Triton is told of alignment. Shared by the families of kernels.
+
+Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs
+contiguous. A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor
+argument removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride, and matrices
+start at multiples of 16 bytes where it is not 1: Triton then emits 16-byte accesses. Row numbers are int64: row *
+stride passes 2^31 on long batches. Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,7 +79,10 @@ def with_divisor(size, ALIGN: tl.constexpr):
     return size // ALIGN * ALIGN
 
 
-def aligned(matrix: Tensor | None, divisor: int) -> Tensor | None:
+_Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
+
+
+def aligned(matrix: _Maybe, divisor: int) -> _Maybe:
     """The matrix, or an aligned copy of it where Triton could not read `divisor` elements at once.
 
     divisor: common_divisor of its width. A tile's layout, and with it the order of a row's sum, then depends on the
@@ -86,6 +96,6 @@ def aligned(matrix: Tensor | None, divisor: int) -> Tensor | None:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-def aligned_vector(vector: Tensor | None) -> Tensor | None:
+def aligned_vector(vector: _Maybe) -> _Maybe:
     """As aligned: whatever its width, a vector by itself lends its layout to the tile it is applied to."""
     return vector if vector is None or vector.data_ptr() % 16 == 0 else vector.clone()

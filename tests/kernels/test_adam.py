@@ -162,12 +162,18 @@ def test_sizes(n, dtype, is_8bit):
     step_and_compare([make_slot(n, dtype, is_8bit)], [randn(n, dtype)])
 
 
-@pytest.mark.parametrize("shifted", ["param", "exp_avg", "exp_avg_sq", "grad", "all"])
-@bits
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
-def test_misaligned_by_an_element(shifted, dtype, is_8bit):
-    shifts = [int(shifted in (name, "all")) for name in ("param", "exp_avg", "exp_avg_sq", "grad")]
-    step_and_compare([make_slot(300, dtype, is_8bit, shifts=tuple(shifts[:3]))], [randn(300, dtype, shifts[3])])
+@pairwise(
+    shifted=["param", "exp_avg", "exp_avg_sq", "grad", "residual", "all"],
+    is_8bit={"8bit": True, "32bit": False},
+    kind={"-".join(map(_id, case)): case for case in [(F32, Rounding.NEAREST), (BF16, Rounding.NEAREST), *ROUNDINGS]},
+)
+def test_misaligned_by_an_element(kernels, shifted, is_8bit, kind):
+    dtype, rounding = kind
+    *shifts, grad, residual = (
+        int(shifted in (name, "all")) for name in ("param", "exp_avg", "exp_avg_sq", "grad", "residual")
+    )
+    slot = make_slot(300, dtype, is_8bit, shifts=tuple(shifts), rounding=rounding, residual_shift=residual)
+    step_and_compare([slot], [randn(300, dtype, grad)])
 
 
 def test_tensors_groups_and_kinds_in_one_step_after_another():
@@ -396,21 +402,6 @@ def test_a_residual_of_a_weight_that_was_set_to_zero(dtype, rounding):
     assert torch.equal(join(slot.param, slot.residual), master)
     if dtype == BF16:
         assert_bitwise(slot.residual[:200], residual[:200].clamp(min=0))
-
-
-@pytest.mark.parametrize(
-    ("rounding", "shifted"),
-    [
-        (Rounding.RESIDUAL_8, "residual"),
-        (Rounding.RESIDUAL_16, "residual"),
-        (Rounding.RESIDUAL_16, "param"),
-        (Rounding.STOCHASTIC, "param"),
-    ],
-    ids=["int8", "int16", "int16-param", "stochastic-param"],
-)
-def test_roundings_misaligned_by_an_element(rounding, shifted):
-    shifts = {"residual_shift": 1} if shifted == "residual" else {"shifts": (1, 0, 0)}
-    step_and_compare([make_slot(300, BF16, rounding=rounding, **shifts)], [randn(300, BF16)])
 
 
 @bits

@@ -6,7 +6,6 @@ processes of their own, because Triton decides at its import whether it interpre
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -55,25 +54,6 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         for name in ("FORWARD", "FORWARD_BUSY", "BACKWARD", "BACKWARD_MASK"):
             monkeypatch.setattr(softmax, name, rule)
     return choice
-
-
-def in_both_tiles(**axes: dict[str, Any]) -> pytest.MarkDecorator:
-    """Parametrises by these axes, {id: value} each, and by `tiles`.
-
-    All combinations of the axes where rows fit a tile. The interpreter takes 10 times as long over wide rows: there
-    every second value of the longest axis is met, and each value of the others.
-    """
-    every = [("row-in-tile", *ids) for ids in itertools.product(*axes.values())]
-    longest = max(len(axis) for axis in axes.values())
-    chosen = [[*axis][::2] if len(axis) == longest else [*axis] for axis in axes.values()]
-    cover = [("wide-row", *(axis[i % len(axis)] for axis in chosen)) for i in range(max(map(len, chosen)))]
-    cases = [
-        pytest.param(
-            tiles, *(axis[name] for axis, name in zip(axes.values(), ids, strict=True)), id="-".join([*ids, tiles])
-        )
-        for tiles, *ids in every + cover
-    ]
-    return pytest.mark.parametrize(("tiles", *axes), cases, indirect=["tiles"])
 
 
 def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -161,9 +141,7 @@ def test_backward(n_cols: int, dtype: torch.dtype) -> None:
     check_backward(randn(5, n_cols, dtype=dtype), probabilities(5, n_cols, dtype, 0.3), dropout_p=0.3)
 
 
-@in_both_tiles(
-    name={name: name for name in MASKS}, mask_dtype={"bool": torch.bool, "f32": F32, "f16": F16, "bf16": BF16}
-)
+@pairwise(["tiles"], tiles=BOTH_TILES, name=list(MASKS), mask_dtype=[torch.bool, F32, F16, BF16])
 def test_masks(name: str, mask_dtype: torch.dtype, tiles: str) -> None:
     scores = randn(B * H * Q, WIDTH, dtype=F16 if mask_dtype == F32 else F32)
     check_forward(scores, *mask_of(name, WIDTH, mask_dtype), dropout_p=0.2, store_p=True)
@@ -253,7 +231,7 @@ def test_dropped_zeros_keep_their_sign() -> None:
     assert dscores is not None and dscores.isfinite().all()
 
 
-@in_both_tiles(name={name: name for name in MASKS}, dropout_p={"p0": 0.0, "p0.3": 0.3})
+@pairwise(["tiles"], tiles=BOTH_TILES, name=list(MASKS), dropout_p={"p0": 0.0, "p0.3": 0.3})
 def test_mask_gradient(name: str, dropout_p: float, tiles: str) -> None:
     _, layout = mask_of(name, WIDTH, F32)
     for wanted in ((True, True), (False, True), (False, False)):
@@ -305,10 +283,7 @@ def test_backward_repeats_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@in_both_tiles(
-    n_cols={"22": 22, "21": 21, "24": 24},
-    layout={name: name for name in ("expanded_rows", "one_element_off", "spread")},
-)
+@pairwise(["tiles"], tiles=BOTH_TILES, n_cols=[22, 21, 24], layout=["expanded_rows", "one_element_off", "spread"])
 def test_same_bits_wherever_the_tensors_lie(n_cols: int, layout: str, tiles: str) -> None:
     """Scores, dy and p lie in three ways, the mask one element off."""
     mask, of_mask = mask_of("bias-1H1K", n_cols, F32)
@@ -392,16 +367,6 @@ def test_a_maximum_that_moves(tiles: str) -> None:
     check_forward(scores, scale=1.0)
     check_forward(scores, scale=-1.0)
     check_forward(scores, scale=0.0)
-
-
-def test_no_rows() -> None:
-    empty = torch.empty(0, 8, device=DEVICE)
-    check_forward(empty)
-    layout = MaskLayout((0, 3), (0, 8), 1)
-    _, dmask = softmax.backward(
-        BackwardOperands(empty, empty, layout, Q), SoftmaxPlan(1.0, False, 0.0, False), True, True
-    )
-    assert dmask is not None and dmask.shape == (3, 8) and not dmask.any()
 
 
 @pytest.mark.skipif(INTERPRETED or EMULATED, reason="millions of elements are too many without a GPU")

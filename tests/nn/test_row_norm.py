@@ -7,7 +7,6 @@ import inspect
 import io
 import pickle
 
-import onetrip
 import pytest
 import torch
 from onetrip import nn, ops
@@ -122,12 +121,6 @@ def test_wrong_width_of_a_one_dimensional_norm_raises(affine):
     for module in (nn.LayerNorm(12, elementwise_affine=affine), nn.RMSNorm(12, elementwise_affine=affine)):
         with pytest.raises(ValueError, match=f"^{type(module).__name__}: "):
             module(torch.randn(3, 11))
-
-
-@pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12)], ids=str)
-def test_empty_batches(shape):
-    for module in (nn.LayerNorm(12), nn.RMSNorm(12)):
-        assert module(torch.randn(shape)).shape == shape
 
 
 @pytest.mark.promise("D5")
@@ -267,8 +260,3 @@ def test_compiled_modules_have_no_graph_break():
     model = torch.nn.Sequential(nn.LayerNorm((3, 4)), nn.RMSNorm(4))
     x = torch.randn(2, 3, 4)
     assert_bitwise(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
-
-
-def test_torch_classes_are_untouched():
-    assert torch.nn.LayerNorm.__module__.startswith("torch.nn") and onetrip.nn.LayerNorm is not torch.nn.LayerNorm
-    assert F.layer_norm.__module__.startswith("torch.nn")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip import ops
 from onetrip.measure import saved_tensors
 from onetrip.measure.traffic import TrafficMode
 from onetrip.ops import dropout_keep_mask
@@ -322,25 +321,6 @@ def test_keeps_query_key_value_and_one_tensor_of_probabilities(name: str, dropou
     assert len(of_scores) == 1 and len(kept) == 4
 
 
-@pytest.mark.parametrize("name", ["grouped-mask-dropout", "bias-mask-dropout", "sinks-mask-dropout", "softcap-mask"])
-def test_under_torch_func_and_compile(name: str) -> None:
-    case = Case(**{**vars(CASES[name]), "dropout_p": 0.0})
-    tensors = drawn(case)
-    mask = padding(torch.float32) if case.mask else None
-    expected = ours(tensors, mask, case, 0.35)[0]
-
-    def loss(tensors: dict[str, Tensor]) -> Tensor:
-        return ours(tensors, mask, case, 0.35)[0].square().sum()
-
-    leaves = {key: x.detach().requires_grad_() for key, x in tensors.items()}
-    gradients = torch.autograd.grad(loss(leaves), list(leaves.values()))
-    torch.testing.assert_close(tuple(torch.func.grad(loss)(tensors).values()), gradients)
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(tensors, mask, case, 0.35)[0], expected)
-    assert compiled(tensors, mask, replace(case, need_weights=False), 0.35)[1] is None
-
-
 def test_refuses_a_soft_cap_beside_sinks() -> None:
     with pytest.raises(ValueError, match="softcap must be None"):
         ours(drawn(CASES["sinks"]), None, Case(sinks=True, softcap=1.0), 0.35)
@@ -374,34 +354,6 @@ def test_the_output_may_be_written_to(dtype, dropout_p):
         return torch.autograd.grad(output.square().sum(), leaves)
 
     assert all(map(torch.equal, gradients(True), gradients(False)))
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 5), (2, 4, 0)], ids=["no-batch", "no-queries"])
-def test_nothing_attends_to_something(shape: tuple[int, int, int]) -> None:
-    batch, heads, queries = shape
-    query = torch.randn(batch, heads, queries, 8, requires_grad=True)
-    key, value = (torch.randn(batch, 2, 3, 8, requires_grad=True) for _ in range(2))
-    output, weights = attention(query, key, value, scale=0.5, dropout_p=0.1)
-    assert output.shape == (batch, heads, queries, 8) and weights.shape == (batch, heads, queries, 3)
-    output.sum().backward()
-    assert key.grad is not None and torch.equal(key.grad, torch.zeros_like(key))
-
-
-class Asked:
-    """Stands in for a context variable that nobody may read."""
-
-    def get(self) -> None:
-        raise AssertionError("an ordinary call asked whether it is watched")
-
-
-def test_an_ordinary_call_does_not_ask_whether_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dry run of anatomy once cost every call with dropout a look at a context variable."""
-    monkeypatch.setattr("onetrip.ops.common.tracing._watched_as", Asked())
-    case = CASES["plain"]
-    tensors = drawn(case)
-    attention(tensors["query"], tensors["key"], tensors["value"], scale=0.5, dropout_p=0.5)
-    ops.bias_dropout_residual(tensors["query"], tensors["query"], dropout_p=0.5)
-    ops.softmax(tensors["query"], dropout_p=0.5)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])

@@ -104,14 +104,21 @@ def test_everything_allocated_is_written(target, rows, cols, operator, monkeypat
     assert_same(found, expected)
 
 
+@pytest.mark.promise("B9")
 @each_operator()
-def test_the_default_device_changes_nothing(target, operator):
+def test_the_default_device_and_dtype_change_nothing(target, operator):
     """What was allocated without a device lay on it: losses were meta tensors, or the process crashed."""
     leaves = operator.leaves(target)
     expected = results_and_gradients(operator.call, leaves)
     with torch.device("meta"):
-        found = results_and_gradients(operator.call, leaves)
-    assert_same(found, expected)
+        assert_same(results_and_gradients(operator.call, leaves), expected)
+    for dtype in (BF16, F64):
+        torch.set_default_dtype(dtype)
+        try:
+            found = results_and_gradients(operator.call, leaves)
+        finally:
+            torch.set_default_dtype(F32)
+        assert_same(found, expected)
 
 
 @pytest.mark.promise("B11")
@@ -250,11 +257,13 @@ def test_no_bit_depends_on_the_number_of_threads(operator, size, dtype):
 
 
 @each_operator(but="attention")  # composed of torch's operators and of softmax, which says so
-def test_a_backend_asked_for_by_name_is_no_torch_func(operator):
+def test_a_backend_asked_for_by_name_takes_neither_torch_func_nor_float64(operator):
     needs(Target("cpu", "cpu"))
     x, *others = operator.leaves(CPU, 3, 4, F32)
     with use_backend("cpu"), pytest.raises((TypeError, RuntimeError), match="backend 'cpu'"):
         torch.func.grad(lambda x: sum(y.sum() for y in outputs_of(operator.call(x, *others))))(x.detach())
+    with use_backend("cpu"), pytest.raises(TypeError, match="backend 'cpu' was asked for and computes float32"):
+        operator.call(*operator.leaves(CPU, 3, 4, F64))
 
 
 @pytest.mark.promise("N5")
@@ -281,7 +290,7 @@ def test_double_backward_raises(target, operator, watched):
         torch.autograd.grad(sum(each.square().sum() for each in (*gradients, *leaves)), leaves)
 
 
-@each_operator(but="linear_cross_entropy-rows linear_logprobs")  # which say so
+@each_operator(but="linear_cross_entropy-rows linear_logprobs attention-softcap")  # which say so
 def test_batched_gradients(target, operator):
     """Computed by the reference, from what another backend saved."""
     leaves = operator.leaves(target)

@@ -13,7 +13,7 @@ from onetrip import nn, ops
 from onetrip.ops import cross_entropy_linear
 from onetrip.reference.cross_entropy import CrossEntropyPlan
 from operator_cases import Watching
-from targets import TARGETS, TARGETS_WITHOUT_CUDA_KERNELS, Target, target_fixture, without_synchronising
+from targets import TARGETS_WITHOUT_CUDA_KERNELS, Target, target_fixture, without_synchronising
 from tolerances import assert_bitwise, assert_like_torch, max_error
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -64,14 +64,6 @@ def test_loss_and_gradient_of_logits(target, width, dtype, options):
 def test_labels_of_any_stride(target):
     x, labels = torch.randn(5, 12, device=target.device), torch.arange(10, device=target.device)
     assert_bitwise(ops.cross_entropy(x, labels[::2]), ops.cross_entropy(x, labels[::2].clone()))
-
-
-@ALL_DTYPES
-def test_one_class(target, dtype):
-    logits = torch.randn(9, 1, device=target.device).to(dtype).requires_grad_()
-    loss = ops.cross_entropy(logits, torch.zeros(9, dtype=torch.int64, device=target.device), label_smoothing=0.1)
-    (dlogits,) = torch.autograd.grad(loss, logits)
-    assert loss == 0.0 and dlogits.abs().max() <= 1e-8
 
 
 @ALL_OPTIONS
@@ -154,36 +146,16 @@ def test_all_rows_ignored(target, reduction):
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
 @ALL_DTYPES
 def test_a_bad_row_spoils_itself_only(target, dtype, bad):
-    logits = torch.randn(6, 200, device=target.device).to(dtype)
-    logits[2, 30] = logits[4, 3] = bad
     labels = torch.tensor([0, 1, 2, 3, -100, 5], device=target.device)
-    leaf = logits.requires_grad_()
-    loss = ops.cross_entropy(leaf, labels, reduction="none")
-    (dx,) = torch.autograd.grad(loss.sum(), leaf)
     others = torch.tensor([0, 1, 3, 4, 5], device=target.device)
-    assert loss[2].isnan() and loss[others].isfinite().all() and loss[4] == 0.0
-    assert dx[2].isnan().any() and dx[others].isfinite().all() and (dx[4] == 0.0).all()
     hidden = torch.randn(6, N_HIDDEN, device=target.device).to(dtype)
-    hidden[2, 3] = bad
+    hidden[2, 3] = hidden[4, 3] = bad
     hidden.requires_grad_()
     weight = torch.randn(200, N_HIDDEN, device=target.device).to(dtype)
     loss = ops.linear_cross_entropy(hidden, weight, labels, reduction="none")
     (dhidden,) = torch.autograd.grad(loss.sum(), hidden)
-    assert loss[2].isnan() and loss[others].isfinite().all() and dhidden[others].isfinite().all()
-
-
-def test_large_logits_keep_their_differences(target):
-    """The largest value is subtracted first: loss and gradient of shifted rows are those of the rows."""
-    logits = torch.randint(-8, 8, (5, 100), device=target.device).float()
-    labels = torch.arange(5, device=target.device)
-    for shift in (1e4, -1e4):
-        leaf = (logits + shift).requires_grad_()
-        loss = ops.cross_entropy(leaf, labels)
-        (dx,) = torch.autograd.grad(loss, leaf)
-        exact = logits.double().requires_grad_()
-        truth = F.cross_entropy(exact, labels)
-        assert abs(loss.item() - truth.item()) <= 2e-6
-        assert max_error(dx, torch.autograd.grad(truth, exact)[0]) <= 1e-7
+    assert loss[2].isnan() and loss[others].isfinite().all() and loss[4] == 0.0
+    assert dhidden[2].isnan().any() and dhidden[others].isfinite().all() and not dhidden[4].any()
 
 
 def test_only_the_gradients_that_are_wanted(target):
@@ -208,9 +180,6 @@ def test_a_second_backward_gives_the_same(target, reduction):
     second = torch.autograd.grad(loss, leaves, torch.tensor(0.5, device=target.device))
     for mine, other in zip(second, kept, strict=True):
         torch.testing.assert_close(mine, other)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        loss = ops.linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2])
-        torch.autograd.grad(loss, leaves, create_graph=True)
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 300], ids=["one_chunk", "chunks"])
@@ -321,27 +290,6 @@ def test_autocast_casts_as_for_a_linear_layer(options):
     for ours, theirs in zip(leaves[:3], halves, strict=False):
         assert ours.grad.dtype == torch.float32
         assert_bitwise(ours.grad.bfloat16(), theirs.grad)
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.slow
-def test_compiles_in_one_graph(dynamic):
-    *leaves, labels = linear_operands(TARGETS[1].values[0], torch.float32)
-    tokens = labels.clamp_min(0)
-
-    def step(h, w, b):
-        whole = (
-            3.0 * ops.linear_cross_entropy(h, w, labels, b)
-            + ops.linear_cross_entropy(h, w, labels, reduction="none").sum()
-        )
-        logprobs, entropy = ops.linear_logprobs(h, w, tokens, b, return_entropy=True)
-        return whole + (logprobs + entropy).sum() + ops.cross_entropy(F.linear(h, w), labels, softcap=4.0)
-
-    compiled = run(torch.compile(step, fullgraph=True, dynamic=dynamic), leaves)
-    for mine, other in zip(compiled, run(step, leaves), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="labels must be in"):
-        torch.compile(lambda h, w: ops.linear_cross_entropy(h, w, labels + N_CLASSES))(*leaves[:2])
 
 
 H, W, Y = torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2, dtype=torch.int64)

@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 import torch
 from onetrip import nn, patch_model
-from onetrip.ops.attention import attention
 from operator_cases import assert_same, each_operator, results_and_gradients
-from torch import Tensor
 
 pytestmark = pytest.mark.promise("jit")
-
-POSITIONS, SINKS = torch.linspace(-1.0, 1.0, 9).view(1, 1, 3, 3), torch.linspace(-1.0, 1.0, 4).view(4, 1, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -37,24 +33,6 @@ def test_a_traced_graph_gives_the_bits_of_eager_calls(target, operator, grad):
     leaves = operator.leaves(target, 5)
     expected = results_and_gradients(operator.call, leaves)
     assert_same(results_and_gradients(traced, leaves), expected, operator.compare)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"position_bias": POSITIONS}, {"sinks": SINKS}], ids=["plain", "bias", "sinks"]
-)
-def test_attention_is_traced(target, options):
-    options = {name: tensor.to(target.device) for name, tensor in options.items()}
-
-    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        return attention(query, key, value, mask, scale=0.5, **options)[0]
-
-    def arguments(n: int) -> tuple[Tensor, ...]:
-        query, key, value = torch.randn(n, 4, 3, 8), torch.randn(n, 2, 3, 8), torch.randn(n, 2, 3, 8)
-        return tuple(tensor.to(target.device) for tensor in (query, key, value, torch.rand(n, 1, 3, 3) > 0.3))
-
-    traced = torch.jit.trace(function, arguments(2))
-    others = arguments(5)
-    torch.testing.assert_close(traced(*others), function(*others))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,10 @@ def test_a_plain_norm_is_within_one_ulp(target, norm, width, dtype):
 
 
 @pytest.mark.promise("N2")
-@pytest.mark.parametrize("shape", [(37,), (3, 37), (2, 3, 37), (2, 1, 3, 37)], ids=lambda shape: f"rank{len(shape)}")
+@pytest.mark.promise("B1, B2")
+@pytest.mark.parametrize(
+    "shape", [(37,), (3, 37), (2, 3, 37), (2, 1, 3, 37), (1,), (1, 1), (1, 5), (5, 1), (1, 1, 1)], ids=str
+)
 def test_any_rank(target, shape):
     i = make(shape, torch.float32, "residual bias weight norm_bias", device=target.device)
     y, z = call(i, return_residual=True)
@@ -99,12 +102,6 @@ def test_parameters_left_out(target, parts):
     assert_ulps(ops.layer_norm(i.x, i.weight, i.norm_bias), truth(i)[1])
 
 
-@pytest.mark.parametrize("n_rows", [1, 2, 7, 300])
-def test_every_row_is_computed(target, n_rows):
-    i = make((n_rows, 129), torch.float32, "residual weight", device=target.device)
-    assert_ulps(call(i), truth(i)[1])
-
-
 @pytest.mark.promise("N4")
 @pairwise(
     width=[3, 1025],
@@ -139,13 +136,6 @@ def test_mean_ten_thousand_times_the_deviation(target, width, norm):
     assert_like_torch(plain(i), normed(i.x, i), truth(i)[1])
 
 
-@pytest.mark.parametrize("offset", [1e4, -1e4])
-def test_large_residual_keeps_the_sum_accurate(target, offset):
-    i = make((32, 777), torch.float32, "residual weight norm_bias", device=target.device)
-    i.residual += offset
-    assert_like_torch(call(i), normed(sublayer(i, None, 0.0), i), truth(i)[1])
-
-
 X_W = [(x, w) for x, w in product(DTYPES, DTYPES)]
 
 
@@ -172,8 +162,9 @@ def transformers_norm(name: str, weight: Tensor, eps: float) -> torch.nn.Module:
         ("t5.T5LayerNorm", {"cast_before_weight": "weight"}),
         ("gemma.GemmaRMSNorm", {"weight_offset": 1.0}),
         ("olmo2.Olmo2RMSNorm", {}),
+        ("cohere.CohereLayerNorm", {}),
     ],
-    ids=["llama", "t5", "gemma", "olmo2"],
+    ids=["llama", "t5", "gemma", "olmo2", "cohere"],
 )
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), X_W, ids=lambda dtype: short(dtype))
 def test_cast_orders_of_transformers(target, name, options, x_dtype, w_dtype):
@@ -183,17 +174,9 @@ def test_cast_orders_of_transformers(target, name, options, x_dtype, w_dtype):
         options = {"cast_before_weight": True}  # as in transformers 4.50; 4.53 has the other order
     with torch.no_grad():
         theirs = norm(x)
-    assert_same_rounding(ops.rms_norm(x.to(target.device), weight.to(target.device), 1e-6, **options).cpu(), theirs)
-
-
-@pytest.mark.promise("cast orders")
-@pytest.mark.parametrize(("x_dtype", "w_dtype"), X_W, ids=lambda dtype: short(dtype))
-def test_layer_norm_of_cohere(target, x_dtype, w_dtype):
-    x, weight = mixed(x_dtype, w_dtype)
-    with torch.no_grad():
-        theirs = transformers_norm("cohere.CohereLayerNorm", weight, 1e-6)(x)
-    ours = ops.layer_norm(x.to(target.device), weight.to(target.device), None, 1e-6)
-    assert_same_rounding(ours.cpu(), theirs)
+    ours = ops.layer_norm if name.startswith("cohere") else ops.rms_norm
+    y = ours(x.to(target.device), weight.to(target.device), eps=1e-6, **options)
+    assert_same_rounding(y.cpu(), theirs)
 
 
 def assert_same_rounding(ours: Tensor, theirs: Tensor) -> None:
@@ -294,23 +277,6 @@ def test_dropped_values_are_zero_whatever_they_were(target, bad):
     z = ops.bias_dropout_residual(i.x, i.residual, dropout_p=0.5, rng=RNG)
     assert z.isfinite().all()
     assert torch.equal(z[~keep], i.residual[~keep])
-    i.x[1, keep[1].nonzero()[0]] = bad
-    z = ops.bias_dropout_residual(i.x, i.residual, dropout_p=0.5, rng=RNG)
-    assert (~z.isfinite()).sum() == 1
-
-
-@pytest.mark.promise("B9")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=short)
-def test_results_do_not_depend_on_torchs_default_dtype(target, dtype):
-    i = make((3, 50), torch.float32, "residual weight norm_bias", device=target.device).leaves()
-    expected = call(i, dropout_p=0.3, rng=RNG)
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(dtype)
-        actual = call(i, dropout_p=0.3, rng=RNG)
-    finally:
-        torch.set_default_dtype(before)
-    assert_bitwise(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)

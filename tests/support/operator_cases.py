@@ -116,6 +116,11 @@ def _projected(r: int, c: int) -> tuple[Shape, ...]:
     return (2, r, c), (9, c), (9,)
 
 
+def _seen(key: Tensor) -> Tensor:
+    """A mask that hides one of the keys."""
+    return torch.arange(key.shape[2], device=key.device) != 3
+
+
 def _attending(r: int, c: int) -> tuple[Shape, ...]:
     return (2, 4, r, c), (2, 2, 5, c), (2, 2, 5, c)
 
@@ -189,6 +194,19 @@ OPERATORS = {
         "drops free_sums",
     ),
     "attention-weights": Operator(lambda *t: attention(*t, scale=0.5, causal=True), _attending, "free_sums", saves=1),
+    "attention-bias": Operator(
+        lambda *t: attention(*t[:3], scale=0.5, position_bias=t[3])[0],
+        lambda r, c: (*_attending(r, c), (4, r, 5)),
+        "free_sums",
+    ),
+    "attention-sinks": Operator(
+        lambda *t: attention(*t[:3], _seen(t[1]), scale=0.5, sinks=t[3], causal=True)[0],
+        lambda r, c: (*_attending(r, c), (4, 1, 1)),
+        "free_sums",
+    ),
+    "attention-softcap": Operator(
+        lambda *t: attention(*t, _seen(t[1]), scale=0.5, softcap=2.0)[0], _attending, "free_sums"
+    ),
 }
 
 
@@ -211,7 +229,8 @@ def outputs_of(results: Any) -> tuple[Tensor, ...]:
 
 def cotangents_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(output.shape, generator=generator, device="cpu").to(output) for output in outputs]
+    made = {"generator": generator, "dtype": torch.float32, "device": "cpu"}  # not by default, which tests change
+    return [torch.randn(output.shape, **made).to(output) for output in outputs]
 
 
 def results_and_gradients(

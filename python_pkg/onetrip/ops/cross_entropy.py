@@ -160,16 +160,12 @@ def linear_cross_entropy(
     rows, row_labels = _rows_of(_autocast(hidden), labels)
     operands = (rows, weight, bias)
     path = path_of(*operands, labels) if found < 0 else path_of_plain_tensors()
-    if path == "composed":
-        check_composed(function, hidden.device, "cross_entropy")
-        _reject_traced(function, part)
-        loss = reference.forward(_logits(*operands), row_labels, plan).loss
-        return _reduced(loss, row_labels, plan, reduction, labels.shape)
+    # Which gradients will be wanted of a recorded graph is not known, and torch.jit.trace knows no list of bools.
+    if path == "composed" or (path == "traced" and is_recorded()):
+        loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows, part=part)
+        return _reduced(loss, labels, plan, reduction, labels.shape)
     if path == "traced":
         _reject_traced(function, part)
-        if is_recorded():  # which gradients will be wanted is not known, and torch.jit.trace knows no list of bools
-            loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows)
-            return _reduced(loss, labels, plan, reduction, labels.shape)
         settings = (reduction == "mean", chunk_rows or 0, _wants(*operands))
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
     row_labels, n_kept = _counted(function, row_labels, n_classes or weight.shape[0], ignore_index, found)

@@ -44,7 +44,7 @@ def forward(backend: str, logits: Tensor, labels: Tensor, plan: CrossEntropyPlan
     if logits.numel() == 0:
         loss = logits.new_zeros(logits.shape[0], dtype=accumulator_dtype(logits.dtype))
         return RowStatistics(loss, loss.new_zeros((*loss.shape, 2)), None)
-    found: RowStatistics = linear.row_functions(backend).forward(rows_of(logits), labels, plan)
+    found: RowStatistics = linear.row_functions(backend).forward(rows(logits, logits.shape[1])[0], labels, plan)
     return found
 
 
@@ -54,16 +54,11 @@ def forward_reduced(
     """(the sum or mean of the losses, the stats of each row, what each loss is multiplied by in it)."""
     if backend == "cpu" and n_kept is not None and logits.numel() > 0:
         divisor = max(n_kept, 1) if is_mean else 1
-        loss, stats = cross_entropy_native.total(rows_of(logits), labels, plan, divisor)
+        loss, stats = cross_entropy_native.total(rows(logits, logits.shape[1])[0], labels, plan, divisor)
         return loss, stats, 1.0 / divisor
     found = forward(backend, logits, labels, plan)
     weight = linear.mean_weight(labels, n_kept, plan.ignore_index, found.loss.dtype) if is_mean else 1.0
     return found.loss.sum() * weight, found.stats, weight
-
-
-def rows_of(logits: Tensor) -> Tensor:
-    """The rows as kernels read them: copied where their last stride is not 1."""
-    return rows(logits, logits.shape[1])[0]
 
 
 def backward(
@@ -76,7 +71,7 @@ def backward(
     if stats.dim() == 1 and backend != "cpu":  # of cross_entropy_native.total
         stats = stats[: 2 * logits.shape[0]].view(-1, 2)
     saved = labels.contiguous(), stats.contiguous()  # whatever hooks made of them
-    dlogits: Tensor = functions.backward(rows_of(logits), *saved, weights.contiguous(), plan)
+    dlogits: Tensor = functions.backward(rows(logits, logits.shape[1])[0], *saved, weights.contiguous(), plan)
     return dlogits
 
 

@@ -15,7 +15,7 @@ from ..reference.glu import GluPlan, Gradients, Operands, reads_result
 from ..reference.philox import Rng
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, made_like, matrix, vector
+from .common.native import EagerCall, Maybe, direct_apply, eager_backward, eager_forward, made_like, matrix, vector
 from .common.operators import filled, register, register_gradients, unfilled
 from .common.tracing import have_storage, refuse_double_backward
 
@@ -65,9 +65,9 @@ def _permuted(operands: Operands, order: list[int]) -> Operands:
     return Operands(gate.permute(order), None if up is None else up.permute(order), bias)
 
 
-def _restored(tensor: Tensor, order: list[int]) -> Tensor:
+def _restored(tensor: Maybe, order: list[int]) -> Maybe:
     """The inverse permutation."""
-    return tensor.permute([order.index(dim) for dim in range(len(order))])
+    return tensor if tensor is None else tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
 def forward(backend: str, operands: Operands, plan: GluPlan, rng: Rng | None) -> Tensor:
@@ -106,15 +106,8 @@ def backward(
     order = _memory_order(operands.gate)
     if order is None or not _is_free(order, operands, plan):
         return _contiguous_gradients(backend, dy, operands, plan, wants, rng)
-    found = _contiguous_gradients(backend, dy.permute(order), _permuted(operands, order), plan, wants, rng)
-    return _restored_gradients(found, order)
-
-
-def _restored_gradients(gradients: Gradients, order: list[int]) -> Gradients:
-    dgate, dup, dbias = gradients
-    return Gradients(
-        None if dgate is None else _restored(dgate, order), None if dup is None else _restored(dup, order), dbias
-    )
+    dgate, dup, dbias = _contiguous_gradients(backend, dy.permute(order), _permuted(operands, order), plan, wants, rng)
+    return Gradients(_restored(dgate, order), _restored(dup, order), dbias)
 
 
 def _contiguous_gradients(
@@ -133,8 +126,7 @@ def _contiguous_gradients(
     if backend == "cpu":
         dgate, dup, dbias = glu_native.backward(dy, operands, plan, wants, rng)
     else:
-        dy, matrices = matrix(dy, dy.shape[-1]), _matrices(operands)  # type: ignore[assignment]
-        dgate, dup, dbias = formulas(backend, "glu").backward(dy, matrices, plan, wants, rng)
+        dgate, dup, dbias = formulas(backend, "glu").backward(matrix(dy), _matrices(operands), plan, wants, rng)
     if dgate is not None:
         dgate = dgate.view(gate.shape).to(gate.dtype)
     if dup is not None and up is not None:
@@ -144,8 +136,7 @@ def _contiguous_gradients(
 
 def _matrices(operands: Operands) -> Operands:
     gate, up, bias = operands
-    n_cols = gate.shape[-1]
-    return Operands(matrix(gate, n_cols), matrix(up, n_cols), vector(bias))  # type: ignore[arg-type]
+    return Operands(matrix(gate), matrix(up), vector(bias))
 
 
 Call = tuple[Rng | None, EagerCall | None, GluPlan, str, torch.dtype]
@@ -214,8 +205,8 @@ def _backward_fake(
     operands, order = Operands(gate, up, bias), _memory_order(gate)
     if order is None or not _is_free(order, operands, GluPlan(*plan)):
         return filled(dy, made_like(operands, wants, torch.empty_like))
-    found = Gradients(*made_like(_permuted(operands, order), wants, torch.empty_like))
-    return filled(dy, _restored_gradients(found, order))
+    dgate, dup, dbias = made_like(_permuted(operands, order), wants, torch.empty_like)
+    return filled(dy, (_restored(dgate, order), _restored(dup, order), dbias))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

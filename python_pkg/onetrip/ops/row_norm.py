@@ -216,10 +216,6 @@ def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
         raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')
 
 
-def _any_requires_grad(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
 def _check(
     function: str,
     operands: OperandTuple,
@@ -393,7 +389,8 @@ def row_norm(
                 with_call = (used_rng, call, plan, backend, dtypes, return_z, defers_norm)
                 outputs = apply(x, residual, bias, weight, norm_bias, with_call)
                 # z depends on no parameter of the norm. A deferred norm finds the sum by z's node.
-                if return_z and not x.requires_grad and not defers_norm and not _any_requires_grad(residual, bias):
+                may_be_still = return_z and not x.requires_grad and not defers_norm
+                if may_be_still and not any(each is not None and each.requires_grad for each in (residual, bias)):
                     outputs = outputs[0], outputs[1].detach()
             else:
                 outputs = call(operands, used_rng)  # type: ignore[misc]

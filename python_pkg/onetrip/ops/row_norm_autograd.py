@@ -57,8 +57,8 @@ def forward(backend: str, operands: OperandTuple, rng: Rng | None, plan: RowNorm
         operands = Operands(x.to(dtypes.x), None if residual is None else residual.to(dtypes.residual), *parameters)
     if backend in ("cpu", "cuda"):
         return row_norm_native.forward(operands, rng, plan)
-    rows: Any = (matrix(tensor, x.shape[-1]) for tensor in (x, residual))
-    y, z, mean, rstd = formulas(backend, "row_norm").forward(Operands(*rows, *map(vector, parameters)), rng, plan)
+    operands = Operands(matrix(x), matrix(residual), *map(vector, parameters))
+    y, z, mean, rstd = formulas(backend, "row_norm").forward(operands, rng, plan)
     y, z = (None if tensor is None else reshaped(tensor, x.shape) for tensor in (y, z))
     return Outputs(y, z, mean, rstd)
 
@@ -79,8 +79,7 @@ def backward(backend: str, operands: BackwardOperands, rng: Rng | None, plan: Ro
         z = None
     elif z is not None and rstd is None:
         z, mean, rstd = split_stats(z, mean, given.shape)
-    dy, dz, z = (matrix(tensor, given.shape[-1]) for tensor in (dy, dz, z))
-    operands = BackwardOperands(dy, dz, z, mean, rstd, vector(weight))
+    operands = BackwardOperands(matrix(dy), matrix(dz), matrix(z), mean, rstd, vector(weight))
     dx, dresidual, *parameters = formulas(backend, "row_norm").backward(operands, rng, plan, wanted)
     views = (None if tensor is None else tensor.view(given.shape) for tensor in (dx, dresidual))
     return Gradients(*views, *parameters)

@@ -130,7 +130,13 @@ def _check(
     function = "softmax"
     check_rows(function, "scores", scores)
     if mask is not None:
-        _check_mask(function, mask, scores)
+        check_dense(function, "mask", mask, _MASK_DTYPES, "bool, float32, float16, bfloat16 or float64")
+        if not broadcasts(mask.shape, scores.shape):
+            raise ValueError(
+                f"{function}: mask must broadcast to the shape of scores, {tuple(scores.shape)}, "
+                f"got {tuple(mask.shape)}"
+            )
+        check_device(function, "mask", mask, scores, "scores")
     check_finite(function, "scale", scale)
     if not isinstance(causal, bool):
         raise TypeError(f"{function}: causal must be a bool, got {causal!r}")
@@ -138,15 +144,6 @@ def _check(
         raise ValueError(f"{function}: scores must have at least two dimensions with causal, got 1")
     check_probability(function, "dropout_p", dropout_p)
     check_rng(function, rng)
-
-
-def _check_mask(function: str, mask: Tensor, scores: Tensor) -> None:
-    check_dense(function, "mask", mask, _MASK_DTYPES, "bool, float32, float16, bfloat16 or float64")
-    if not broadcasts(mask.shape, scores.shape):
-        raise ValueError(
-            f"{function}: mask must broadcast to the shape of scores, {tuple(scores.shape)}, got {tuple(mask.shape)}"
-        )
-    check_device(function, "mask", mask, scores, "scores")
 
 
 def _composed(scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan) -> Tensor:

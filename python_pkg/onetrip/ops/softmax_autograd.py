@@ -18,7 +18,7 @@ from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxP
 from . import softmax_native
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
-from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, in_memory, reshaped, rows
+from .common.native import EagerCall, direct_apply, eager_backward, eager_forward, in_memory, matrix, reshaped
 from .common.operators import filled, register, register_gradients
 from .common.tracing import have_storage, refuse_double_backward
 
@@ -36,7 +36,11 @@ def forward(
     not needed any more, y may take their memory."""
     shape = scores.shape
     if backend == DISPATCHER:
-        return _dispatched(scores, mask, rng, plan, may_overwrite and scores.is_contiguous())
+        if may_overwrite and scores.is_contiguous():
+            y, p = scores, torch.ops.onetrip.softmax_(scores, mask, rng, *plan)
+        else:
+            y, p = torch.ops.onetrip.softmax(scores, mask, rng, *plan)
+        return y, p if plan.store_p else None
     if scores.numel() == 0:
         y = scores.new_empty(shape)
         return y, torch.empty_like(y) if plan.store_p else None
@@ -50,7 +54,7 @@ def forward(
     n_queries = shape[-2] if len(shape) > 1 else 1
     if backend in ("cpu", "cuda"):
         return softmax_native.forward((scores, mask, layout, n_queries), rng, plan, may_overwrite)
-    y, p = formulas(backend, "softmax").forward(Operands(_matrix(scores), mask, layout, n_queries), rng, plan)
+    y, p = formulas(backend, "softmax").forward(Operands(matrix(scores), mask, layout, n_queries), rng, plan)
     return reshaped(y, shape), None if p is None else reshaped(p, shape)
 
 
@@ -68,7 +72,11 @@ def backward(
     memory."""
     shape, wants_dmask = dy.shape, mask_shape is not None
     if backend == DISPATCHER:
-        return _dispatched_backward(dy, p, mask_shape, plan, wants_dscores, may_overwrite and dy.is_contiguous())
+        if may_overwrite and wants_dscores and dy.is_contiguous():
+            found = dy, torch.ops.onetrip.softmax_backward_(dy, p, mask_shape, *plan)
+        else:
+            found = torch.ops.onetrip.softmax_backward(dy, p, mask_shape, wants_dscores, *plan)
+        return found[0] if wants_dscores else None, found[1] if wants_dmask else None
     if dy.numel() == 0:
         return gradients_of(dy, mask_shape, wants_dscores, dy.new_zeros)
     layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
@@ -76,7 +84,7 @@ def backward(
     if backend in ("cpu", "cuda"):
         dscores, dmask = softmax_native.backward(operands, plan, wants_dscores, wants_dmask, may_overwrite)
     else:
-        operands = operands._replace(dy=_matrix(dy), p=_matrix(p))
+        operands = operands._replace(dy=matrix(dy), p=matrix(p))
         dscores, dmask = formulas(backend, "softmax").backward(operands, plan, wants_dscores, wants_dmask)
         dscores = None if dscores is None else dscores.view(shape)
     if dmask is not None and mask_shape is not None:
@@ -92,11 +100,6 @@ def gradients_of(
         make(dy.shape, dtype=dy.dtype) if wants_dscores else None,
         None if mask_shape is None else make(mask_shape, dtype=accumulator_dtype(dy.dtype)),
     )
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    n_cols = tensor.shape[-1]
-    return rows(tensor, n_cols)[0].view(-1, n_cols)
 
 
 def _to_mask_shape(dmask: Tensor, layout: MaskLayout | None, shape: torch.Size, mask_shape: tuple[int, ...]) -> Tensor:
@@ -142,28 +145,6 @@ class _Softmax(torch.autograd.Function):
 
 
 apply = direct_apply(_Softmax)
-
-
-def _dispatched(
-    scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan, in_place: bool
-) -> tuple[Tensor, Tensor | None]:
-    """forward by the operators."""
-    if in_place:
-        y, p = scores, torch.ops.onetrip.softmax_(scores, mask, rng, *plan)
-    else:
-        y, p = torch.ops.onetrip.softmax(scores, mask, rng, *plan)
-    return y, p if plan.store_p else None
-
-
-def _dispatched_backward(
-    dy: Tensor, p: Tensor, mask_shape: tuple[int, ...] | None, plan: SoftmaxPlan, wants_dscores: bool, in_place: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """backward by the operators."""
-    if in_place and wants_dscores:
-        dscores, dmask = dy, torch.ops.onetrip.softmax_backward_(dy, p, mask_shape, *plan)
-    else:
-        dscores, dmask = torch.ops.onetrip.softmax_backward(dy, p, mask_shape, wants_dscores, *plan)
-    return dscores if wants_dscores else None, None if mask_shape is None else dmask
 
 
 def _backend(tensor: Tensor) -> str:

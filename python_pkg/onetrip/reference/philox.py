@@ -16,6 +16,11 @@ Rng = tuple[int, int] | Tensor
 """(seed, offset) as two ints, or as an int64 tensor of shape (2,)."""
 
 
+def signed(word: int) -> int:
+    """The int64 of the same 64 bits."""
+    return word - 2**64 if word >= 2**63 else word
+
+
 def dropout_threshold(p: float) -> int:
     """round(65536 * p), but 1 to 65535 for 0 < p < 1: an element is kept iff its 16 random bits are at least this."""
     return min(max(round(65536.0 * p), 1), 65535) if 0.0 < p < 1.0 else round(65536.0 * p)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from glu_cases import ACTIVATIONS, DTYPES, check, randn, short, unfused, with_gradients
-from onetrip import ops, use_backend
+from onetrip import ops
 from onetrip.measure import saved_tensors
 from pairwise import pairwise
-from targets import TARGETS_WITHOUT_CUDA_KERNELS, Target, target_fixture
+from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
 from tolerances import assert_bitwise, assert_ulps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -271,22 +271,3 @@ def test_bad_input(case):
     call, error, message = case
     with pytest.raises(error, match=message):
         call()
-
-
-def test_the_cuda_backend_has_no_glu(monkeypatch):
-    from onetrip.ops.common import backends
-
-    monkeypatch.setattr(backends, "unavailable_reason", lambda *_: "")
-    with use_backend("cuda"), pytest.raises(RuntimeError, match=r"^glu: backend 'cuda' was asked for and has no glu"):
-        ops.glu(TENSOR, TENSOR)
-
-
-def test_meta_tensors_have_the_result_of_their_dtype():
-    y = ops.bias_activation(torch.empty(3, 4, dtype=BF16, device="meta"), torch.empty(4, device="meta"), "gelu")
-    assert y.dtype == F32 and y.shape == (3, 4) and y.is_meta
-
-
-def test_target_is_of_this_family(target: Target):
-    from onetrip.ops.common.backends import choose
-
-    assert choose("glu", torch.device(target.device), True, "glu") == target.backend

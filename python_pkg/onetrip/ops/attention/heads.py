@@ -285,10 +285,7 @@ def gradients_of_cut(operands: BackwardOperands, buffer: Tensor | None, wants: W
         if plan.has_softcap:
             tanh = torch.empty_like(ds)
             write_scores(tanh, query, key, None, None, plan)
-            if have_storage(ds):
-                ds = torch.ops.aten.tanh_backward.grad_input(ds, tanh, grad_input=tanh)
-            else:
-                ds = ds * (1.0 - tanh * tanh)
+            ds = torch.ops.aten.tanh_backward.grad_input(ds, tanh, grad_input=tanh)
         rows = _of_keys(folded(ds, n_key_heads), first)
         if wants.query:
             dquery = _product(rows, k, plan.alpha).view(query.shape)

@@ -5,18 +5,15 @@ A backend asked for by name that cannot run raises; it never falls back in silen
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import os
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -40,20 +37,8 @@ DISPATCHER = "dispatcher"
 
 _process_choice: str | None = None  # None: not asked yet, see _process_wide
 _local_choice: ContextVar[str | None] = ContextVar("onetrip_backend", default=None)
-_IN_TORCH = "onetrip_backend"
-_counting = threading.Lock()
-
-
-class _Choice(NamedTuple):
-    """What a with block of use_backend chose, in which thread."""
-
-    name: str
-    thread: int
-
-
-_choice_of = functools.cache(_Choice)  # kept for good: from torch 2.11 on ours is one reference too many
-_open: Counter[_Choice] = Counter()
-"""Choices of blocks that have not ended. While there is none, torch is not asked."""
+_open: dict[int, str] = {}
+"""Choices of the blocks of use_backend that have not ended, in all threads, in the order in which they began."""
 
 
 @functools.cache
@@ -134,44 +119,20 @@ def use_gpu_independent_sums(enabled: bool = True) -> None:
 def use_backend(name: str) -> Iterator[None]:
     """Use this backend inside the with block (this thread or task); an eager backward follows its forward; a traced
     or compiled one chooses when it runs. What a backward called in the block computes again on a GPU (a checkpoint)
-    uses it too; there tasks that take turns in one thread share the block that was entered last."""
+    uses it too: there the block that was entered last in any thread."""
     token = _local_choice.set(_checked("use_backend", name))
-    choice, outside = _choice_of(name, threading.get_ident()), _choice_in_torch()
-    _keep_in_torch(choice)
-    with _counting:
-        _open[choice] += 1
+    _open[id(token)] = name
     try:
         yield
     finally:
-        with _counting:
-            _open[choice] -= 1
-            if not _open[choice]:
-                del _open[choice]
-        if _choice_in_torch() is choice:
-            _keep_in_torch(outside if outside in _open else None)
+        del _open[id(token)]
         _local_choice.reset(token)
 
 
-def _keep_in_torch(choice: _Choice | None) -> None:
-    """torch up to 2.10 takes no reference of its own, but releases one when it is given another object."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(choice))
-    torch._C._stash_obj_in_tls(_IN_TORCH, choice)
-
-
-def _choice_in_torch() -> _Choice | None:
-    """A backward of tensors on a GPU runs in threads of torch's, to which it takes what torch keeps for the thread
-    that called it; a context variable stays behind."""
-    if not torch._C._is_key_in_tls(_IN_TORCH):
-        return None
-    choice: _Choice | None = torch._C._get_obj_in_tls(_IN_TORCH)
-    return choice
-
-
-def _of_the_callers_block() -> str | None:
-    """The choice of the thread that called the backward in which this thread works."""
-    choice = _choice_in_torch()
-    is_another = choice is not None and choice in _open and choice.thread != threading.get_ident()
-    return choice.name if choice is not None and is_another else None
+def _of_an_open_block(device: torch.device) -> str | None:
+    """For what a backward computes again on a GPU: it runs in threads of torch's, to which no context variable goes."""
+    is_in_backward = device.type != "cpu" and torch._C._current_graph_task_id() >= 0
+    return [None, *_open.values()][-1] if is_in_backward else None
 
 
 def _process_wide() -> str:
@@ -201,7 +162,7 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool, family: 
     Raises RuntimeError where a backend was asked for by name and cannot run or lacks the family, TypeError where it
     lacks a dtype.
     """
-    name = _local_choice.get() or (_of_the_callers_block() if _open else None) or _process_choice or _process_wide()
+    name = _local_choice.get() or (_of_an_open_block(device) if _open else None) or _process_choice or _process_wide()
     if name == "auto":
         return _automatic(device, family) if in_kernel_dtypes else "reference"
     if name != "reference":

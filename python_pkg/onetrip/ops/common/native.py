@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -117,15 +117,18 @@ def reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     return result
 
 
-def matrix(tensor: Tensor | None, n_cols: int) -> Tensor | None:
+Maybe = TypeVar("Maybe", Tensor, Tensor | None)
+
+
+def matrix(tensor: Maybe) -> Maybe:
     """The tensor as [n_rows, n_cols] with last stride 1, for backends that read torch's strides."""
     if tensor is None:
-        return None
-    found = rows(tensor, n_cols)[0]
-    return found if found.dim() == 2 else found.view(-1, n_cols)
+        return tensor
+    found = rows(tensor, tensor.shape[-1])[0]
+    return found if found.dim() == 2 else found.view(-1, tensor.shape[-1])
 
 
-def vector(tensor: Tensor | None) -> Tensor | None:
+def vector(tensor: Maybe) -> Maybe:
     return None if tensor is None else in_memory(tensor).contiguous()
 
 

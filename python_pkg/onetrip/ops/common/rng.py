@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ...reference.philox import Rng, keep_mask
+from ...reference.philox import Rng, keep_mask, signed
 from ...reference.philox import dropout_scale as dropout_scale
 from .checks import check_probability
 
@@ -73,11 +73,7 @@ def traced_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.devi
         return None
     if rng is None and dropout_p < 1.0:
         return draw_rng_tensor(device)
-    return torch.tensor([_signed(part) for part in rng or _ANY_RNG], dtype=torch.int64, device=device)
-
-
-def _signed(part: int) -> int:
-    return part - 2**64 if part >= 2**63 else part
+    return torch.tensor([signed(part) for part in rng or _ANY_RNG], dtype=torch.int64, device=device)
 
 
 def dropout_keep_mask(
