@@ -371,30 +371,3 @@ def test_a_model_whose_own_forward_has_more_to_fuse(pattern: str, cross_entropie
     assert_agree(loss_outcome(model, inputs), expected)
     assert len(cross_entropies) == 1 and report.calls()[""] == (2, 0)
     assert loss_outcome(unpatch_model(model), inputs)["loss"] == expected["loss"]
-
-
-class InAMethod(nn.Module):
-    """A loss in the forward, an activation in a method that it calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.act, self.lm_head = nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 11, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def transformed(self, x: Tensor) -> Tensor:
-        return self.act(self.dense(x))
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.lm_head(self.transformed(x)), labels)
-
-
-@pytest.mark.parametrize("pattern", BOTH)
-def test_what_is_reported_beside_a_loss_is_fused_in_methods_too(pattern: str) -> None:
-    model, x, labels = InAMethod(), torch.randn(5, 8), torch.randint(11, (5,))
-    expected = model(x, labels)
-    report = patch_model(model, patterns=[pattern, "bias_activation"])
-    assert report.patched[0].detail == "and bias_activation"
-    torch.testing.assert_close(model(x, labels), expected)
-    assert report.calls()[""] == (2, 0)

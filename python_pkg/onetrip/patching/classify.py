@@ -30,7 +30,7 @@ from .attention.heads import Heads
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import Dropout, FunctionalDropouts
-from .experts import Experts, GroupedExperts, read_experts
+from .experts import Experts, read_experts
 from .forward import Forward, read_forward
 from .linear import tied_embedding
 from .linear.cast_input import CastInputs
@@ -55,19 +55,20 @@ _IN_ORDER: tuple[type[InForward], ...] = (
 
 @dataclass(frozen=True)
 class Together:
-    """Several sites in one module: in its forward, each in the forward with those before it fused; and in methods."""
+    """Several sites in one module: around its forward; in it, each in the forward with those before it fused; and in
+    methods."""
 
-    parts: tuple[InForward, ...]
+    parts: tuple[InForward | Experts | VocabularyLoss, ...]
 
     @property
-    def named(self) -> InForward:
-        """The site that gives its name to the whole: attention, else the last one in the forward that is not
-        minor, else shared inputs."""
-        of_attention = [part for part in self.parts if isinstance(part, (Attention, SoftmaxRegions))]
+    def named(self) -> InForward | Experts | VocabularyLoss:
+        """The site that gives its name to the whole: the loss, else attention, else the last one in the forward that is
+        not minor, else shared inputs."""
+        first = [part for part in self.parts if isinstance(part, (VocabularyLoss, Attention, SoftmaxRegions))]
         shared = [part for part in self.parts if isinstance(part, SharedInputs)]
-        others = [part for part in self.parts if not part.is_minor]
+        others = [part for part in self.parts if isinstance(part, InForward) and not part.is_minor]
         in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
-        return [*of_attention, *in_forward, *shared, self.parts[-1]][0]
+        return [*first, *in_forward, *shared, self.parts[-1]][0]
 
     @property
     def pattern(self) -> str:
@@ -84,13 +85,14 @@ class Together:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward and the methods with all of it fused."""
         rewrites = [part.rewrite(cls) for part in self.parts]
-        constants, absorbed = (
+        constants, absorbed, functions = (
             tuple(dict.fromkeys(each for part in rewrites for each in getattr(part, name)))
-            for name in ("constants", "absorbed")
+            for name in ("constants", "absorbed", "functions")
         )
         # Of one method the last, with all before it fused.
         sources = {name: source for part in rewrites for name, source in part.sources}
-        return Rewrite(self.pattern, tuple(sources.items()), constants=constants, absorbed=absorbed)
+        around = "".join(part.around for part in rewrites)  # no class has a loss and experts
+        return Rewrite(self.pattern, tuple(sources.items()), around, constants, absorbed, functions)
 
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless each computes the same as the original."""
@@ -142,13 +144,7 @@ class Classifier:
             return _replaced(module) or _in_float64(module) or VocabularyLoss(None, self.loss_pattern)
         if id(module) in self.tied:
             return unsuitable(module) or tied_embedding.tied_site(module)
-        site = self._own(module)
-        if self.loss_pattern and id(module) in self.output_layers:
-            why = _replaced(module) or _in_float64(module)
-            if isinstance(site, Unsuitable):
-                self.left[id(module)], site = site, None
-            return site or why if why else VocabularyLoss(labels_position(module), self.loss_pattern, site)
-        return site
+        return self._own(module)
 
     def rewrite(self, module: nn.Module, site: Site) -> Rewrite:
         """The rewrite of a site, one for all equal ones."""
@@ -159,7 +155,7 @@ class Classifier:
         """What the module's forward computes, and the methods that it may call."""
         cls = original_class(type(module))
         reading = self._once(read_attention, cls)
-        parts: list[InForward] = []
+        parts: list[Any] = []
         if reading is not None or module._modules:
             parts, why = self._in_forward(module, cls, reading)
         else:
@@ -170,17 +166,21 @@ class Classifier:
         if reading is None:
             methods = (self._activations(module, *each) for each in self._once(read_methods, cls))
             parts += [each for each in methods if each is not None and unsuitable(module) is None]
-        site: Site | None = Together(tuple(parts)) if len(parts) > 1 else parts[0] if parts else None
         grouped = self._once(read_experts, cls) if experts.PATTERN in self.wanted else None
         if isinstance(grouped, Unsuitable):
             why = grouped
-        elif isinstance(grouped, GroupedExperts) and unsuitable(module) is None:
-            site = Experts(grouped, site)
-        if site is None:
+        elif grouped is not None and unsuitable(module) is None:
+            parts.insert(0, Experts(grouped))
+        if self.loss_pattern and id(module) in self.output_layers:
+            blocked = _replaced(module) or _in_float64(module)
+            if blocked is None:
+                parts.insert(0, VocabularyLoss(labels_position(module), self.loss_pattern))
+            why = blocked or why
+        if not parts:
             return why
         if why is not None and why is not _NO_SUM:
             self.left[id(module)] = why
-        return site
+        return Together(tuple(parts)) if len(parts) > 1 else parts[0]
 
     def _in_forward(
         self, module: nn.Module, cls: Any, reading: Interface | SoftmaxRegions | Unsuitable | None

@@ -28,7 +28,6 @@ from .classes import (
 )
 from .classify import Classifier, Site
 from .dropouts import uncalled_dropouts
-from .experts import Experts
 from .half_results import find_half_results
 from .linear import cast_input, lora, packed_slices, scaled_logits, shared_input, tied_embedding
 from .norms import could_be_norm
@@ -240,9 +239,6 @@ class _Patcher:
         if taken := rewrite.taken_names(original_class(type(module))):
             return _skipped(name, module, Unsuitable("unknown_forward", f"the rewrite's name {min(taken)} is its own"))
         error = self.verdict(module, rewrite, site) if self.verify else None
-        if error is not None and isinstance(site, Experts) and site.other is not None:
-            self.classifier.left[id(module)] = Unsuitable("verify_failed", error)
-            return self.patch(name, module, site.other)
         if error is not None:
             return _skipped(name, module, Unsuitable("verify_failed", error))
         patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)
