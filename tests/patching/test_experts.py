@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +140,6 @@ def test_checkpointing(reentrant: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     patch_model(model)
     assert_agree(outcome(model, IDS, use_cache=False), expected)
-
-
-def test_copied_and_pickled() -> None:
-    model = tiny()
-    expected = outcome(model, IDS, use_cache=False)
-    patch_model(model)
-    assert_agree(outcome(copied := copy.deepcopy(model), IDS, use_cache=False), expected)
-    assert operators(copied) == FUSED
-    loaded = pickle.loads(pickle.dumps(model))
-    assert operators(loaded) == set()
-    assert_equal(outcome(loaded, IDS, use_cache=False), expected)
 
 
 @pytest.mark.slow

@@ -52,12 +52,6 @@ def test_a_linked_pair_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert called[3:] == ["backward"] * 3
 
 
-def test_the_first_call_is_right_before_any_link() -> None:
-    model, original, _ = patched_pair(randomised(Stack()))
-    assert n_links(model) == 0
-    assert_same(model, original)
-
-
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_links_hold_in_every_grad_mode(grad: Any) -> None:
     original, model = pair()
@@ -101,10 +95,11 @@ def test_from_which_size_on(device: str, least: int, monkeypatch: pytest.MonkeyP
         assert not calls.is_large(torch.empty(least - 1, device=device))
 
 
-def test_a_hook_that_replaces_a_layers_output_is_seen() -> None:
+@pytest.mark.parametrize("change", [lambda h: h * 2.0, Tensor.detach], ids=["replaced", "detached"])
+def test_a_hook_that_replaces_a_layers_output_is_seen(change: Callable[[Tensor], Tensor]) -> None:
     original, model = pair()
     for each in (original, model):
-        each.layers[1].register_forward_hook(lambda module, args, output: output * 2.0)
+        each.layers[1].register_forward_hook(lambda module, args, output: change(output))
     for _ in range(6):
         assert_same(model, original)
     assert n_links(model) == 5

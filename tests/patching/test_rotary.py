@@ -411,11 +411,6 @@ def test_gradients_of_the_tables() -> None:
     torch.testing.assert_close(ours, expected)
 
 
-def test_the_pattern_is_chosen_by_name() -> None:
-    assert patch_model(Llama(), patterns=["rms_norm"]).patched == ()
-    assert [site.pattern for site in patch_model(Llama(), patterns=["rotary"]).patched] == ["rotary"]
-
-
 def test_sdpa_beside_a_rotation_is_reported_and_replaced_on_demand() -> None:
     """What is left of an attention is a skipped site; attention=True takes it after the default patch_model, too."""
     model = tiny_model("LlamaForCausalLM", DECODER | {"num_hidden_layers": 1}).eval()

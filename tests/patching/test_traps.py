@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +11,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from outcomes import Outcome, assert_agree, loss_outcome
-from patching_cases import classes, gpt2
+from patching_cases import gpt2
 from patching_distributed import batch
 from torch import Tensor, nn
 
@@ -92,106 +90,6 @@ def test_saved_tensors_offloaded_to_the_cpu() -> None:
     step(model, batch(0))
     with torch.autograd.graph.save_on_cpu():
         assert_steps_agree(model, expected)
-
-
-# modules_to_save wraps norms that sums absorb (ln_2) and link (ln_f).
-ADAPTERS: dict[str, dict[str, list[str]]] = {
-    "branch": {"target_modules": ["c_proj"]},
-    "all": {"target_modules": ["c_attn", "c_fc", "c_proj"]},
-    "trained norms": {"target_modules": ["c_attn"], "modules_to_save": ["ln_2", "ln_f"]},
-}
-
-
-@ORDER
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_lora(order: str, name: str) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, init_lora_weights=False, fan_in_fan_out=True, **ADAPTERS[name])
-
-    def prepare(model: nn.Module) -> nn.Module:
-        torch.manual_seed(3)
-        return peft.get_peft_model(model, config)
-
-    model, expected = prepared(order, prepare)
-    if name == "trained norms":
-        with torch.no_grad():
-            for each in (model, expected):
-                each.base_model.model.transformer.ln_f.modules_to_save["default"].weight.mul_(2.0)
-    assert_steps_agree(model, expected)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpointing_with_dropout_recomputes_the_same_masks(use_reentrant: bool) -> None:
-    model = gpt2(resid_pdrop=0.3, embd_pdrop=0.3).train()
-    patch_model(model)
-    found = []
-    for checkpointed in (False, True):
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        for _ in range(2):
-            torch.manual_seed(7)
-            last = step(model, batch(0))
-        found.append(last)
-    assert_agree(found[1], found[0], relative=2e-6)
-
-
-def test_deepcopy_and_pickle_of_a_model_with_links() -> None:
-    model, expected = gpt2().train(), gpt2().train()
-    patch_model(model)
-    for i in range(2):
-        model(batch(i)).logits.sum().backward()  # no hidden states: the hooks that record them cannot be pickled
-    model.zero_grad(set_to_none=True)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert classes(loaded) == classes(expected)
-    assert_steps_agree(copy.deepcopy(model), expected)
-    assert_steps_agree(loaded, expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=["greedy", "beams", "no cache"])
-def test_generate(options: dict[str, Any]) -> None:
-    """Links made while training, then a prompt and single tokens through the cache."""
-    model, expected = gpt2(), gpt2().eval()
-    patch_model(model)
-    step(model.train(), batch(0))
-    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
-    for i in range(2):
-        ours: Any = model.eval()
-        assert torch.equal(ours.generate(batch(i), **arguments), expected.generate(batch(i), **arguments))
-
-
-@pytest.mark.parametrize("change", ["replaced", "edited in place", "detached"])
-def test_a_hidden_state_changed_between_layers(change: str) -> None:
-    """By a forward hook on a layer, registered once links exist."""
-
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        h = output[0] if isinstance(output, tuple) else output
-        if change == "edited in place":
-            h.mul_(1.5)
-            return output
-        h = h + 1.0 if change == "replaced" else h.detach()
-        return (h, *output[1:]) if isinstance(output, tuple) else h
-
-    model, expected = gpt2().train(), gpt2().train()
-    patch_model(model)
-    for i in range(2):
-        step(model, batch(i))
-        step(expected, batch(i))  # registers the hooks that record hidden states: before those below in both
-    for each in (model, expected):
-        each.get_submodule("transformer.h.0").register_forward_hook(hook)
-        each.get_submodule("transformer.h.1").register_forward_hook(hook)
-    assert_steps_agree(model, expected)
-
-
-def test_one_block_used_twice() -> None:
-    """As ALBERT shares its layer."""
-    model, expected = gpt2().train(), gpt2().train()
-    for each in (model, expected):
-        each.transformer.h[1] = each.transformer.h[0]
-    patch_model(model)
-    assert_steps_agree(model, expected, n_steps=5)
 
 
 def test_two_threads_run_one_model() -> None:
