@@ -291,7 +291,7 @@ class Classifier:
         device = _kernel_device(module) or self.model_device  # never meta
         found = configuration(module)
         key = (original_class(type(module)), parameters, id(module) if found is None else found, device)
-        spec: NormSpec | Unsuitable = self._once(_supported_norm, module, device, key=key)
+        spec: NormSpec | Unsuitable = self._once(recognise, module, device, key=key)
         return spec
 
 
@@ -301,16 +301,6 @@ def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:
     if in_wrapper or returns_as_is(outer):
         return read_forward(method_of(cls, "forward"), source)
     return read_forward(outer)
-
-
-def _supported_norm(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
-    """The norm that a leaf computes in the dtype of its parameters."""
-    spec = recognise(module, device)
-    if isinstance(spec, NormSpec):
-        dtype = next((p.dtype for p in module._parameters.values() if p is not None), torch.float32)
-        if (dtype, dtype if spec.weight else None) in spec.unsupported:
-            return Unsuitable("unsupported_dtype", f"rounds in another order in {str(dtype)[6:]}")
-    return spec
 
 
 STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")
