@@ -86,10 +86,11 @@ def patch_model(
     wanted = _checked_attention(attention, _checked_patterns(patterns))
     excluded = _checked_exclude(model, exclude)
     patcher = _Patcher(model, Classifier(model, wanted, excluded, attention), excluded, verify)
+    before = _patched_modules(model)
     try:
         patcher.run()
     except BaseException:
-        patcher.undo()
+        _restore(model, before)
         raise
     report = patcher.report
     if strict and not report.patched:
@@ -115,13 +116,18 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
 
     On exit, also by an exception, the sites patched on entry are restored. Sites patched before stay patched.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    before = frozenset(id(module) for module in modules if was_patched(module))
+    before = _patched_modules(model)
     report = patch_model(model, **options)
     try:
         yield report
     finally:
         _restore(model, before)
+
+
+def _patched_modules(model: nn.Module) -> frozenset[int]:
+    """ids of the modules that are patched."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return frozenset(id(module) for module in modules if was_patched(module))
 
 
 def _restore(model: nn.Module, kept: Container[int]) -> None:
@@ -182,7 +188,6 @@ class _Patcher:
     def __init__(self, model: nn.Module, classifier: Classifier, excluded: frozenset[str], verify: bool) -> None:
         self.model, self.classifier, self.excluded, self.verify = model, classifier, excluded, verify
         self.report = PatchReport()
-        self.done: list[nn.Module] = []
         self.verdicts: dict[Any, str | None] = {}
 
     def run(self) -> None:
@@ -210,11 +215,6 @@ class _Patcher:
             elif site is not None:
                 self.report._skip(site)
 
-    def undo(self) -> None:
-        for module in self.done:
-            if is_patched(module):
-                restore_class(module)
-
     def site(self, name: str, module: nn.Module) -> PatchedSite | SkippedSite | None:
         """Patch the module if it is a site."""
         if was_patched(module):
@@ -241,10 +241,8 @@ class _Patcher:
         error = self.verdict(module, rewrite, site) if self.verify else None
         if error is not None:
             return _skipped(name, module, Unsuitable("verify_failed", error))
-        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)
         set_class(module, patched_class(type(module), rewrite))
-        self.done.append(module)
-        return patched_site
+        return PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)
 
     def verdict(self, module: nn.Module, rewrite: Rewrite, site: Site) -> str | None:
         """_verdict, remembered for modules of the same class, rewrite and parameters."""
