@@ -130,12 +130,6 @@ def _parameters(norm: nn.Module, spec: NormSpec) -> tuple[Tensor | None, Tensor 
     )
 
 
-def _remember(site: _Site, z: Tensor) -> None:
-    """Let the norm that receives z find the site."""
-    site.tries += 1
-    _recent[id(z)] = (calls.forgetting(z, _recent), z._version, z.requires_grad, site)
-
-
 def _link(site: _Site, norm: nn.Module, spec: NormSpec) -> None:
     slot = _slots.get(id(norm))
     if slot is None:
@@ -255,7 +249,8 @@ class Sum:
             y = None if is_sum else self._normed(z, norm)
             is_fused = y is not None and bias is None and not p
             (calls.count_fused if is_fused else calls.count_fallback)(module)
-            return self._pair(z, norm(z) if y is None else y)
+            y = norm(z) if y is None else y
+            return (z, y) if self.returns_sum else y
         if not is_sum:
             calls.count_fallback(module)
             return _unfused(x, residual, bias, p, branch_is_left)
@@ -275,7 +270,8 @@ class Sum:
                 return z
         z = self._counted(module, x, residual, bias, p)
         if site.link is None and site.tries < _TRIES and _may_link():
-            _remember(site, z)
+            site.tries += 1
+            _recent[id(z)] = (calls.forgetting(z, _recent), z._version, z.requires_grad, site)
         return z
 
     def _counted(self, module: nn.Module, x: Tensor, residual: Tensor, bias: Tensor | None, p: float) -> Tensor:
@@ -314,9 +310,6 @@ class Sum:
             return None
         options = _norm_options(norm, self.spec, z.dtype, z)
         return None if options is None else norm_of_sum(z, None, bias=None, **options)
-
-    def _pair(self, z: Any, y: Any) -> Any:
-        return (z, y) if self.returns_sum else y
 
     def _linked(
         self, module: nn.Module, site: _Site, link: _Link, x: Tensor, residual: Tensor, bias: Tensor | None, p: float
