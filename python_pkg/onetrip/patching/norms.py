@@ -114,16 +114,13 @@ class NormSpec:
             guards.append(f"({x}.dtype, {'None' if self.weight is None else f'{weight}.dtype'}) in unsupported")
         if not self.autocast:
             guards.append(f"is_autocasting({x})")
-        constants: dict[str, Any] = {"unsupported": self.unsupported}
         if self.configuration:
             guards.append("not has_configuration(self, configuration)")
-            constants |= {"has_configuration": has_configuration, "configuration": self.configuration}
         given, linked = x, ""
         if self.gate:
             gate = self.gate.partition("=")[0]
             given, call = f"{x}, {gate}", f'glu({gate}, {call}, "silu")'
             guards.append(f"not is_like({gate}, {x})")
-            constants |= {"glu": ops.glu, "is_like": is_like}
         else:
             linked = f"""\
     y_ = linked_result(self, {x}, spec)
@@ -131,7 +128,11 @@ class NormSpec:
         count_fused(self)
         return y_
 """
-            constants |= {"linked_result": linked_result, "half_result": half_result, "spec": self}
+        constants = {
+            "unsupported": self.unsupported, "configuration": self.configuration, "spec": self, "glu": ops.glu,
+            "has_configuration": has_configuration, "is_like": is_like, "half_result": half_result,
+            "linked_result": linked_result,
+        }  # fmt: skip
         source = f"""\
 def forward(self, {", ".join((x, self.gate) if self.gate else (x,))}):
 {linked}    if {" or ".join(f"({guard})" if " and " in guard else guard for guard in guards)}:
