@@ -113,20 +113,7 @@ def test_a_norms_own_hooks_run() -> None:
     assert_same(model, original)
 
 
-def relu(y: Tensor) -> Tensor:
-    return torch.relu_(y)
-
-
-def scale(y: Tensor) -> Tensor:
-    return y.mul_(2.0)
-
-
-def first_column(y: Tensor) -> Tensor:
-    y[..., 0] = 0.0
-    return y
-
-
-@pytest.mark.parametrize("edit", [relu, scale, first_column])
+@pytest.mark.parametrize("edit", [torch.relu_, lambda y: y.mul_(2.0), lambda y: y.index_fill_(2, torch.tensor(0), 0.0)])
 @pytest.mark.parametrize("view", [False, True])
 def test_a_linked_norms_result_may_be_edited_in_place(edit: Callable[[Tensor], Tensor], view: bool) -> None:
     original, model = pair()
@@ -240,12 +227,6 @@ def test_tensors_carry_no_trace_of_a_link() -> None:
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=True), state.detach())
     model(*inputs())
-
-
-def test_unpatching_ends_links() -> None:
-    original, model = pair()
-    assert_same(unpatch_model(model), original)
-    assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
 
 
 def test_new_weights_of_a_linked_norm_are_used() -> None:

@@ -15,9 +15,9 @@ from outcomes import assert_agree
 from patching_cases import (
     WIDTH,
     Layer,
-    Output,
-    OutputWithoutNorm,
     Projections,
+    Tail,
+    TailWithoutNorm,
     assert_as_without,
     inputs,
     randomised,
@@ -69,7 +69,7 @@ def test_a_branch_that_does_not_depend_on_the_layers(model: Any, x: Tensor) -> N
 def test_a_gradient_that_others_have_is_not_written_to() -> None:
     """Without a norm the residual's gradient is the sum's own."""
     layer, (x,) = randomised(Layer()).train(), inputs()
-    layer.expanded = OutputWithoutNorm()
+    layer.expanded = TailWithoutNorm()
     patch_model(layer)
     for _ in range(3):
         seen: list[Tensor] = []
@@ -126,7 +126,7 @@ def test_either_operand_of_a_sum_may_be_the_one_that_layers_read() -> None:
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_gradient_given_by_hand_is_not_written_to(requires_grad: bool) -> None:
     layer, (x,) = randomised(Layer()).train(), inputs()
-    layer.expanded = OutputWithoutNorm()
+    layer.expanded = TailWithoutNorm()
     patch_model(layer)
     for _ in range(3):
         y = layer(2.0 * x.clone().requires_grad_())
@@ -303,7 +303,7 @@ def test_what_was_read_is_freed_as_without_sharing(model: Any, use_checkpoint: b
 
 def test_a_compiled_sum_has_one_graph_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum looks for readers from calls.SMALLEST elements on; no graph may be guarded by that."""
-    block, counter = Output().train(), CompileCounter()
+    block, counter = Tail().train(), CompileCounter()
     patch_model(block)
     monkeypatch.setattr(calls, "SMALLEST", 2 * 20 * WIDTH)
     compiled = torch.compile(block, backend=counter, dynamic=True)
