@@ -311,8 +311,6 @@ def test_what_nobody_takes_for_a_norm_is_not_mentioned(make: Callable[[], nn.Mod
     assert report.patched == () and report.skipped == ()
 
 
-
-
 def test_a_nested_tensor_is_left_to_the_original() -> None:
     model = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH)})
     x = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)])

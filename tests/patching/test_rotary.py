@@ -188,13 +188,10 @@ FOR_ATTENTION = {
 }
 FOR_OTHERS = {
     "a norm (HunYuan)": "q, k = R; q = self.dense(q); return attend(q, k)",
-    "a norm of k": "q, k = R; k = self.a.norm(k); return attend(q, k)",
     "a norm of a view": "q, k = R; q = q.transpose(1, 2); q = self.dense(q); return attend(q, k)",
-    "a norm of what is joined": "q, k = R; y = torch.cat((q, v), dim=-1); y = self.dense(y); return attend(y, k)",
     "a norm of the cache's keys": "q, k = R; keys, v = cache.update(k, v, 0); return attend(q, self.dense(keys))",
     "a norm by another name": "norm = self.dense; q, k = R; q = norm(q); return attend(q, k)",
     "a factor (Ministral 3)": "q, k = R; q = q * v; return attend(q, k)",
-    "a factor of a view": "q, k = R; return attend(q.transpose(1, 2) * v, k)",
     "a factor of a part": "q, k = R; return attend(q[..., :2] * v, k)",
     "an index": "q, k = R; return attend(v[q], k)",
     "a sum": "q, k = R; q += v; return attend(q, k)",
@@ -216,7 +213,6 @@ FOR_OTHERS = {
     "an update of the values": "q, k = R; v, k = cache.update(v, k, 0); return attend(q, k)",
     "another function of torch": "q, k = R; return torch.sin(q) @ k",
     "a callable without a hash": "q, k = R; return UNHASHABLE(q) @ k",
-    "a sum in a list": "q, k = R; return attend([q + v], k)",
     "a generator": "q, k = R; return attend(*(x.sin() for x in (q, k)))",
     "a loop": """
         for _ in range(2):

@@ -124,9 +124,9 @@ class Classifier:
         self.dropout = Dropout(self.model_device) if dropouts.PATTERN in wanted and _in_float64(model) is None else None
         self.is_lazy = any(map(is_lazy, model.parameters()))
         self.known: dict[Any, Any] = {}
-        """What was found of classes, of rewritten forwards, of configurations of leaves, and of sites: see _once."""
+        """What was found of classes, of rewritten forwards, of configurations of leaves, and of sites: see once."""
 
-    def _once(self, function: Callable[..., Any], *arguments: Any, key: tuple[Any, ...] | None = None) -> Any:
+    def once(self, function: Callable[..., Any], *arguments: Any, key: tuple[Any, ...] | None = None) -> Any:
         """function(*arguments), computed once for a key: the layers of a model share a class and a configuration. The
         key is that of the arguments, unless one is given."""
         key = (function, *(arguments if key is None else key))
@@ -148,13 +148,13 @@ class Classifier:
 
     def rewrite(self, module: nn.Module, site: Site) -> Rewrite:
         """The rewrite of a site, one for all equal ones."""
-        rewrite: Rewrite = self._once(type(site).rewrite, site, original_class(type(module)))
+        rewrite: Rewrite = self.once(type(site).rewrite, site, original_class(type(module)))
         return rewrite
 
     def _own(self, module: nn.Module) -> Site | Unsuitable | None:
         """What the module's forward computes, and the methods that it may call."""
         cls = original_class(type(module))
-        reading = self._once(read_attention, cls)
+        reading = self.once(read_attention, cls)
         parts: list[Any] = []
         if reading is not None or module._modules:
             parts, why = self._in_forward(module, cls, reading)
@@ -164,9 +164,9 @@ class Classifier:
                 return leaf
             why = leaf
         if reading is None:
-            methods = (self._activations(module, *each) for each in self._once(read_methods, cls))
+            methods = (self._activations(module, *each) for each in self.once(read_methods, cls))
             parts += [each for each in methods if each is not None and unsuitable(module) is None]
-        grouped = self._once(read_experts, cls) if experts.PATTERN in self.wanted else None
+        grouped = self.once(read_experts, cls) if experts.PATTERN in self.wanted else None
         if isinstance(grouped, Unsuitable):
             why = grouped
         elif grouped is not None and unsuitable(module) is None:
@@ -203,7 +203,7 @@ class Classifier:
         for kind in _IN_ORDER:
             if kind in (Heads, CacheUpdates) and not calls_library:
                 continue
-            forward = self._once(_read, cls, source, kind.in_wrapper)
+            forward = self.once(_read, cls, source, kind.in_wrapper)
             if isinstance(forward, Forward):
                 part = self._part(kind, module, forward)
             else:
@@ -237,14 +237,14 @@ class Classifier:
             return self._sums(module, forward)
         if self.wanted.isdisjoint(kind.patterns):
             return None
-        chosen = kind.choose(module, self._once(kind.read, forward), self.excluded)
+        chosen = kind.choose(module, self.once(kind.read, forward), self.excluded)
         return kind(forward, chosen) if chosen else None
 
     def _activations(
         self, module: nn.Module, forward: Forward, found: list[FoundActivation] | None = None
     ) -> Activations | None:
         """found: what was read of a method that is not the forward."""
-        found = self._once(Activations.read, forward) if found is None else found
+        found = self.once(Activations.read, forward) if found is None else found
         chosen = choose_activations(module, found, self._activation, self.excluded)
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
         return Activations(forward, wanted) if wanted else None
@@ -257,12 +257,12 @@ class Classifier:
             if _replaced(act) is not None or found is None:
                 return None
             key = (original_class(type(act)), found)
-        activation: Activation | None = self._once(recognise_activation, act, key=key)
+        activation: Activation | None = self.once(recognise_activation, act, key=key)
         return activation
 
     def _sums(self, module: nn.Module, forward: Forward) -> ResidualSums | Unsuitable | None:
-        forward, sums = self._once(read_sums, forward)
-        is_wrapped = not self._once(returns_as_is, plain_forward(original_class(type(module))))
+        forward, sums = self.once(read_sums, forward)
+        is_wrapped = not self.once(returns_as_is, plain_forward(original_class(type(module))))
         chosen = choose_sums(module, sums, self.norm, self.excluded, is_wrapped)
         if isinstance(chosen, Unsuitable):
             return chosen
@@ -291,7 +291,7 @@ class Classifier:
         device = _kernel_device(module) or self.model_device  # never meta
         found = configuration(module)
         key = (original_class(type(module)), parameters, id(module) if found is None else found, device)
-        spec: NormSpec | Unsuitable = self._once(recognise, module, device, key=key)
+        spec: NormSpec | Unsuitable = self.once(recognise, module, device, key=key)
         return spec
 
 

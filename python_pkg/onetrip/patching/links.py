@@ -160,16 +160,11 @@ def linked_result(norm: nn.Module, x: Tensor, spec: NormSpec) -> Tensor | None:
     slot.result = None
     known, node, state, y, serial = result
     z = _viewed(x)
-    if known() is z and z.grad_fn is node and _state(norm, spec, z) == state and _same_mode(x, z) and _may_link():
+    if known() is z and z.grad_fn is node and _state(norm, spec, z) == state and _may_link():
         slot.taken = serial
         weight, norm_bias = _parameters(norm, spec)
         return deferred_norm(y, x, z, weight, norm_bias)
     return None
-
-
-def _same_mode(x: Tensor, z: Tensor) -> bool:
-    """Whether gradients flow through x as through z: a view made under no_grad requires grad without a grad_fn."""
-    return x is z or (z.requires_grad, z.grad_fn is None) == (x.requires_grad, x.grad_fn is None)
 
 
 def _viewed(x: Tensor) -> Tensor:

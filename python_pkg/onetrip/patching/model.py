@@ -15,7 +15,6 @@ from . import activations, dropouts, experts, linear_loss, rotary, watched_logit
 from .attention import cached, eager, heads, one_mask
 from .calls import counter_of, original_class
 from .classes import (
-    Rewrite,
     forward_diff,
     is_patched,
     is_stacked,
@@ -188,7 +187,6 @@ class _Patcher:
     def __init__(self, model: nn.Module, classifier: Classifier, excluded: frozenset[str], verify: bool) -> None:
         self.model, self.classifier, self.excluded, self.verify = model, classifier, excluded, verify
         self.report = PatchReport()
-        self.verdicts: dict[Any, str | None] = {}
 
     def run(self) -> None:
         modules = list(self.model.named_modules())
@@ -238,19 +236,14 @@ class _Patcher:
             return _skipped(name, module, Unsuitable("excluded"))
         if taken := rewrite.taken_names(original_class(type(module))):
             return _skipped(name, module, Unsuitable("unknown_forward", f"the rewrite's name {min(taken)} is its own"))
-        error = self.verdict(module, rewrite, site) if self.verify else None
+        # One verdict for modules of the same class, rewrite and parameters.
+        parameters = tuple((n, p.shape, p.dtype, p.device) for n, p in module.named_parameters())
+        key = (type(module), rewrite, parameters)
+        error = self.classifier.once(_verdict, module, site, key=key) if self.verify else None
         if error is not None:
             return _skipped(name, module, Unsuitable("verify_failed", error))
         set_class(module, patched_class(type(module), rewrite))
         return PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)
-
-    def verdict(self, module: nn.Module, rewrite: Rewrite, site: Site) -> str | None:
-        """_verdict, remembered for modules of the same class, rewrite and parameters."""
-        parameters = tuple((n, p.shape, p.dtype, p.device) for n, p in module.named_parameters())
-        key = (type(module), rewrite, parameters)
-        if key not in self.verdicts:
-            self.verdicts[key] = _verdict(module, site)
-        return self.verdicts[key]
 
 
 def _skipped(name: str, module: nn.Module, why: Unsuitable) -> SkippedSite:
