@@ -271,7 +271,6 @@ NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two-dimensional-weight": (HeadNorm, "unsupported_shape"),
     "one-scale-for-all-columns": (OneScaleNorm, "unsupported_shape"),
     "instance-norm": (lambda: nn.InstanceNorm1d(WIDTH, affine=True), "unknown_forward"),
-    "group-norm": (lambda: nn.GroupNorm(4, WIDTH), "unsupported_shape"),
     "float64": (lambda: nn.LayerNorm(WIDTH).double(), "unsupported_dtype"),
     "quantised": (quantised, "quantized"),
     "kernelized": (kernelized, "kernelized_already"),
