@@ -186,18 +186,22 @@ class Classifier:
         self, module: nn.Module, cls: Any, reading: Interface | SoftmaxRegions | Unsuitable | None
     ) -> tuple[list[InForward], Unsuitable | None]:
         """The sites in the module's forward, and why something else in it is none. reading: of its attention."""
-        is_wanted = eager.PATTERN in self.wanted
-        fused = self._attention(module, reading) if reading is not None and is_wanted else None
         parts: list[InForward] = []
         source, why, blocked = "", None, unsuitable(module)
-        if isinstance(fused, (Attention, SoftmaxRegions)):
-            parts, source = [fused], self.rewrite(module, fused).forward
+        cannot = None if reading is None else _replaced(module) or _in_float64(module)
+        fused: InForward | Unsuitable | None = None
+        shares_mask = one_mask.PATTERN in self.wanted
+        if eager.PATTERN in self.wanted:
+            fused = reading.site(module, self.replace_sdpa, shares_mask) if isinstance(reading, Interface) else reading
+        if fused is not None and not isinstance(fused, Unsuitable):
+            fused = cannot or fused
+        first = None if isinstance(fused, Unsuitable) else fused
+        if first is None and cannot is None and isinstance(reading, Interface) and shares_mask:
+            first = reading.mask_site(module)
+        if first is not None:
+            parts, source = [first], self.rewrite(module, first).forward
             if not source:
                 return parts, None
-        elif isinstance(reading, Interface) and one_mask.PATTERN in self.wanted:
-            mask = None if _replaced(module) or _in_float64(module) else reading.mask_site(module)
-            if mask is not None:
-                parts, source = [mask], self.rewrite(module, mask).forward
         n_attention = len(parts)
         calls_library = isinstance(reading, Interface) and reading.calls_library(module)
         for kind in _IN_ORDER:
@@ -218,16 +222,6 @@ class Classifier:
         if isinstance(fused, Unsuitable):
             return parts, fused
         return parts, why if reading is None or len(parts) > n_attention else None
-
-    def _attention(
-        self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
-    ) -> Attention | SoftmaxRegions | Unsuitable:
-        site: Attention | SoftmaxRegions | Unsuitable = (
-            reading.site(module, self.replace_sdpa, one_mask.PATTERN in self.wanted)
-            if isinstance(reading, Interface)
-            else reading
-        )
-        return site if isinstance(site, Unsuitable) else _replaced(module) or _in_float64(module) or site
 
     def _part(self, kind: type[InForward], module: nn.Module, forward: Forward) -> InForward | Unsuitable | None:
         """What of one kind is fused in the forward, the others before it fused."""
