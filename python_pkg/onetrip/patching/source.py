@@ -338,11 +338,6 @@ class Substitution(ast.NodeTransformer):
         return deep_copy(self.substitutes.get(node.id, node))
 
 
-def indented(source: str) -> str:
-    """The source one level deeper."""
-    return "".join(f"    {line}\n" for line in source.splitlines())
-
-
 def define(original: Any, source: str, names: Mapping[str, Any], name: str, pattern: str) -> Callable[..., Any]:
     """The function `name` that the source defines, as if written in the module of the original function.
 
@@ -355,8 +350,8 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
     arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
     source, made_name, owner = ast.unparse(tree), name, original.__qualname__.split(".")[-2:-1]
     if owner and owner[0].isidentifier():
-        source, made_name = f"class {owner[0]}:\n{indented(source)}", f"{owner[0]}.{name}"
-    code = f"def make({', '.join(names)}):\n{indented(source)}    return {made_name}\n"
+        source, made_name = f"class {owner[0]}:\n{textwrap.indent(source, '    ')}", f"{owner[0]}.{name}"
+    code = f"def make({', '.join(names)}):\n{textwrap.indent(source, '    ')}\n    return {made_name}\n"
     scope: dict[str, Any] = {}
     filename = f"<onetrip {pattern} of {original.__module__}.{original.__qualname__} {crc32(code.encode()):08x}>"
     exec(compile(code, filename, "exec"), original.__globals__, scope)
