@@ -95,13 +95,6 @@ _recent: dict[int, tuple[weakref.ref[Tensor], int, bool, _Site]] = {}
 """id(z) -> (z, its version, whether it requires grad, its site), for sums that look for their norm."""
 
 
-def _new_site(module: nn.Module, index: int) -> _Site:
-    key = (id(module), index)
-    site = _sites[key] = _Site()
-    calls.forget_with(module, _sites, key)
-    return site
-
-
 def _may_link() -> bool:
     return not (
         calls.has_saved_tensor_hooks()
@@ -256,9 +249,11 @@ class Sum:
             or torch.is_inference_mode_enabled()
         ):
             return self._counted(module, x, residual, bias, p)
-        site = _sites.get((id(module), self.index))
+        key = (id(module), self.index)
+        site = _sites.get(key)
         if site is None:
-            site = _new_site(module, self.index)
+            site = _sites[key] = _Site()
+            calls.forget_with(module, _sites, key)
         if site.link is not None:
             z = self._linked(module, site, site.link, x, residual, bias, p)
             if z is not None:
