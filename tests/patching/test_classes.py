@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -25,12 +23,6 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
         for name, module in model.named_modules()
     }
-
-
-@pytest.mark.slow
-def test_importing_needs_neither_transformers_nor_rich() -> None:
-    code = "import sys, onetrip.patching; sys.exit(not {'transformers', 'rich'}.isdisjoint(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_instances_keep_their_state_and_classes_their_names(model: Model) -> None:
@@ -243,18 +235,11 @@ def test_eps_is_read_at_call_time(model: Model, x: Tensor) -> None:
     torch.testing.assert_close(model(x), unpatch_model(copy.deepcopy(model))(x))
 
 
-@pytest.mark.parametrize("made", ["in-process", "replica"])
-def test_calls_by_keyword_and_from_replicas(model: Model, x: Tensor, made: str) -> None:
-    """DataParallel runs replicas: other objects with the same class, whose calls nobody counts."""
+def test_calls_by_keyword(model: Model, x: Tensor) -> None:
     expected = model.tails[0](x, x)
     report = patch_model(model)
-    tail = model.tails[0]
-    if made == "replica":
-        tail = tail._replicate_for_data_parallel()
-        for name, child in model.tails[0].named_children():
-            setattr(tail, name, child)
-    torch.testing.assert_close(tail(residual=x, hidden=x), expected)
-    assert report.calls()["tails.0"] == ((1, 0) if made == "in-process" else (0, 0))
+    torch.testing.assert_close(model.tails[0](residual=x, hidden=x), expected)
+    assert report.calls()["tails.0"] == (1, 0)
 
 
 class Recording(nn.Module):
@@ -317,47 +302,19 @@ def test_a_block_takes_over_a_norm_patched_before(model: Model, x: Tensor) -> No
     assert calls["tails.0"] == (1, 0) and calls["tails.0.norm"] == (0, 0)
 
 
-def test_the_root_may_be_a_norm(x: Tensor) -> None:
-    norm = nn.LayerNorm(WIDTH)
-    expected = norm(x)
-    report = patch_model(norm)
-    torch.testing.assert_close(norm(x), expected)
-    assert report.calls() == {"": (1, 0)}
-
-
 def test_meta_modules_are_patched_as_others_are(x: Tensor) -> None:
     with torch.device("meta"):
         model = Model().eval()
     report = patch_model(model)
-    reference = Model().eval()
-    assert report.patched == patch_model(Model().eval()).patched
+    reference, other = Model().eval(), Model().eval()
+    assert report.patched == patch_model(other).patched
     model.load_state_dict(reference.state_dict(), assign=True)
     clone = copy.deepcopy(model)
     for patched_model in (model, clone):
         torch.testing.assert_close(patched_model(x), reference(x))
     assert set(report.calls().values()) == {(1, 0)}
-    assert classes(model) == classes(clone) == [type(m) for m in patched_classes()]
+    assert classes(model) == classes(clone) == classes(other)
     assert classes(unpatch_model(model)) == classes(reference)
-
-
-def patched_classes() -> list[nn.Module]:
-    model = Model()
-    patch_model(model)
-    return list(model.modules())
-
-
-def test_a_meta_module_that_fails_is_reported(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onetrip.patching import norms
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ValueError("off by one")
-
-    monkeypatch.setattr(norms, "check_function", fail)
-    with torch.device("meta"):
-        model = nn.Sequential(nn.LayerNorm(WIDTH))
-    report = patch_model(model)
-    assert type(model[0]) is nn.LayerNorm and report.patched == ()
-    assert [(site.name, site.reason, site.detail) for site in report.skipped] == [("0", "verify_failed", "off by one")]
 
 
 def test_a_dead_module_leaves_no_counter() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -90,53 +90,6 @@ def test_a_weight_quantised_after_patching_is_called(name: str, monkeypatch: pyt
     assert called == [model.dense] and report.calls() == {"": (1, 0)}
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("n_bits", [4, 8])
-def test_a_quantised_model_with_lora_trains_as_without_patching(n_bits: int) -> None:
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-    bnb = pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": N, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 2 * N}
-
-    def losses(patch: bool) -> list[float]:
-        torch.manual_seed(0)
-        config = transformers.BertConfig(vocab_size=64, hidden_dropout_prob=0.0, **sizes)
-        config.attention_probs_dropout_prob = 0.0
-        model = transformers.BertForMaskedLM._from_config(config, attn_implementation="eager")
-        for module in list(model.bert.encoder.modules()):
-            for name, child in module.named_children():
-                if type(child) is nn.Linear:
-                    made = (
-                        bnb.nn.Linear4bit(child.in_features, child.out_features, compute_dtype=torch.float32)
-                        if n_bits == 4
-                        else bnb.nn.Linear8bitLt(child.in_features, child.out_features, has_fp16_weights=False)
-                    )
-                    made.load_state_dict(child.state_dict())
-                    setattr(module, name, made)
-        model.to("cpu")
-        setattr(model, f"is_loaded_in_{n_bits}bit", True)
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["dense", "query", "value"], r=4))
-        assert any("bnb" in type(module).__module__ for module in model.modules())
-        if patch:
-            patterns = {site.pattern for site in patch_model(model).patched}
-            expected_patterns = {"layer_norm", "add_norm", "dropout_add_norm", "attention_softmax"}
-            assert patterns == expected_patterns | {"cross_entropy", "lora"}
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        ids = torch.arange(32).view(2, 16)
-        seen = []
-        for _ in range(4):
-            loss = model.train()(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(float(loss))
-        return seen
-
-    expected = losses(patch=False)
-    assert expected[-1] < expected[0]
-    torch.testing.assert_close(losses(patch=True), expected, rtol=2e-3 if n_bits == 4 else 2e-2, atol=0.0)
-
-
 class Counting(nn.Linear):
     """Keeps state where state_dict does not look."""
 
@@ -197,53 +150,18 @@ def test_a_norm_that_keeps_state_is_not_probed_in_place(value: Any) -> None:
         assert vars(value) == vars(before) if isinstance(value, Holder) else value == before
 
 
-def test_clones_have_dropouts_and_no_other_children() -> None:
-    from onetrip.patching.clones import clone
-
-    model = tail(Counting(N, N))
-    copied = clone(model)
-    assert [type(child) for child in copied.children()] == [nn.Identity, nn.Dropout, nn.Identity]
-    assert copied.dropout is not model.dropout and copied.dropout.p == model.dropout.p
-
-
-class Seen(NamedTuple):
-    shapes: list[torch.Size]
-    width: int
-
-
 class ShapedNorm(nn.Module):
     """As diffusers' RMSNorm: it keeps its shape as a torch.Size."""
 
-    def __init__(self, **state: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(N))
         self.dim = torch.Size((N,))
-        vars(self).update(state)
 
     def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "seen"):
-            self.seen.shapes.append(x.shape)
         return F.rms_norm(x, self.dim, self.weight, 1e-6)
 
 
 def test_a_norm_with_a_shape_among_its_attributes() -> None:
     (site,) = patch_model(nn.Sequential(ShapedNorm())).patched
     assert site.pattern == "rms_norm"
-
-
-class Unusual(tuple):
-    """It cannot be made of its items, and is shared."""
-
-    def __new__(cls, weight: Tensor, width: int) -> Unusual:
-        return super().__new__(cls, (weight, width))
-
-
-def test_a_tuple_that_cannot_be_copied_is_shared() -> None:
-    (site,) = patch_model(nn.Sequential(ShapedNorm(pair=Unusual(torch.ones(2), N)))).patched
-    assert site.pattern == "rms_norm"
-
-
-def test_a_named_tuple_is_not_probed_in_place() -> None:
-    seen = Seen([], N)
-    (site,) = patch_model(nn.Sequential(ShapedNorm(seen=seen))).skipped
-    assert (site.detail, seen) == ("its forward changes the module", Seen([], N))

@@ -104,52 +104,13 @@ def test_the_logits_are_computed_when_they_are_used() -> None:
         lambda y: functional.cross_entropy((y * 2.0 + torch.ones(VOCABULARY)).view(18, -1), torch.zeros(18).long()),
         lambda y: y.view(-1, 1, VOCABULARY),
         lambda y: y.transpose(0, 1),
+        lambda y: functional.cross_entropy(y, torch.zeros(2, VOCABULARY).long()),  # classes in the second dimension
         lambda y: functional.cross_entropy(y.view(-1, VOCABULARY), torch.zeros(18, VOCABULARY)),
         lambda y: functional.cross_entropy(y.view(18, -1), torch.zeros(18).long(), weight=torch.ones(VOCABULARY)),
     ):
         theirs, ours = use(expected), use(model(**inputs).logits)
         ours = ours.tensor() if isinstance(ours, DeferredLogits) else ours
         torch.testing.assert_close(ours, theirs)
-
-
-class Masking(nn.Module):
-    """As Chameleon: some classes are excluded in place, before the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        logits = self.head(self.embeddings(input_ids))
-        flat = logits.view(-1, VOCABULARY)
-        logits[:, :, :20] = torch.finfo(logits.dtype).min
-        logits.mul_(2.0)
-        assert labels is not None
-        return functional.cross_entropy(flat, labels.view(-1))
-
-
-@pytest.mark.parametrize("pattern", BOTH)
-def test_logits_changed_in_place_before_the_loss(pattern: str) -> None:
-    torch.manual_seed(0)
-    model = Masking().train()
-    ids = torch.randint(20, VOCABULARY, (2, 9))
-    expected = model(ids, labels=ids)
-    report = patch_model(model, patterns=[pattern])
-    assert torch.equal(model(ids, labels=ids), expected)
-    assert report.calls()[""] == ((1, 0) if pattern == "cross_entropy" else (0, 1))
-
-
-def test_classes_in_the_second_dimension() -> None:
-    """Logits with three dimensions, as torch.nn.functional.cross_entropy reads them."""
-    model, _ = made("llama")
-    ids = torch.randint(3, VOCABULARY, (2, VOCABULARY))
-    patch_model(model, patterns=["linear_cross_entropy"])
-    logits = model(input_ids=ids, labels=ids).logits
-    loss = functional.cross_entropy(logits, ids)
-    assert torch.equal(loss, functional.cross_entropy(logits.tensor(), ids))
 
 
 def test_logits_after_the_optimizer_step_raise() -> None:
@@ -178,20 +139,6 @@ def test_logits_first_read_without_grad_keep_their_graph(without_grad: Any) -> N
     expected = gradient()
     patch_model(model, patterns=["linear_cross_entropy"])
     torch.testing.assert_close(gradient(), expected)
-
-
-@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
-def test_autocast_keeps_the_loss_s_dtype_and_that_of_logits_read_later(name: str) -> None:
-    model, inputs = made(name)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(**inputs)
-        patch_model(model, patterns=["linear_cross_entropy"])
-        output = model(**inputs)
-    assert output.loss.dtype == expected.loss.dtype
-    assert isinstance(output.logits, DeferredLogits)
-    logits = output.logits.detach()
-    assert logits.dtype == expected.logits.dtype
-    torch.testing.assert_close(logits, expected.logits.detach(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("pattern", BOTH)
@@ -231,35 +178,29 @@ def test_positional_labels_and_the_signature(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", BOTH)
-def test_generate_gives_the_same_tokens(pattern: str) -> None:
-    model, inputs = made("llama")
-    ids = inputs["input_ids"]
-    expected = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
-    patch_model(model, patterns=[pattern])
-    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
-
-
-@pytest.mark.parametrize("pattern", BOTH)
 def test_num_items_in_batch_divides_the_sum(pattern: str) -> None:
     model, inputs = made("llama")
     inputs["num_items_in_batch"] = torch.tensor(7)
     patch_and_compare(model, lambda: loss_outcome(model, inputs), patterns=[pattern])
 
 
-@pytest.mark.parametrize("name", ["llama", "bart"])
+@pytest.mark.parametrize("name", ["llama", "bart", "bert", "t5"])
 @pytest.mark.parametrize("pattern", BOTH)
 def test_autocast(pattern: str, name: str) -> None:
-    """Also where a float32 constant is added to the logits."""
+    """Also where a float32 constant is added to the logits, and of logits that are read later."""
     model, inputs = made(name)
     if name == "bart":
         model.final_logits_bias.copy_(torch.arange(model.final_logits_bias.numel()) % 7)  # the same in bfloat16
     with torch.autocast("cpu", torch.bfloat16):
-        expected = model(**inputs).loss
+        expected = model(**inputs)
         report = patch_model(model, patterns=[pattern])
         output = model(**inputs)
     assert all(counts == (1, 0) for counts in report.calls().values())
-    assert output.loss.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(output.loss, expected, rtol=1e-2, atol=1e-2)
+    assert output.loss.dtype == expected.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-2, atol=1e-2)
+    logits = output.logits.detach()
+    assert logits.dtype == expected.logits.dtype
+    torch.testing.assert_close(logits, expected.logits.detach(), rtol=2e-2, atol=2e-2)
 
 
 def test_a_constant_without_versions_is_added_in_float32() -> None:
@@ -316,32 +257,6 @@ def test_a_hooked_output_layer_is_called(pattern: str, cross_entropies: list[tup
 
 
 @pytest.mark.parametrize("pattern", BOTH)
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_lora(order: str, pattern: str) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=4, lora_alpha=8)
-
-    def adapted(model: nn.Module) -> Any:
-        torch.manual_seed(5)
-        made = peft.get_peft_model(model, config)
-        for name, parameter in made.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_()
-        return made.train()
-
-    plain, inputs = made("llama")
-    expected = loss_outcome(adapted(plain), inputs)
-    model, _ = made("llama")
-    if order == "before":
-        patch_model(model, patterns=[pattern])
-        model = adapted(model)
-    else:
-        model = adapted(model)
-        patch_model(model, patterns=[pattern])
-    assert_agree(loss_outcome(model, inputs), expected)
-
-
-@pytest.mark.parametrize("pattern", BOTH)
 def test_trainer_trains_and_evaluates(pattern: str, tmp_path: Any) -> None:
     def trained(patch: bool) -> tuple[list[float], float]:
         model, inputs = made("llama")
@@ -371,30 +286,3 @@ def test_a_model_whose_own_forward_has_more_to_fuse(pattern: str, cross_entropie
     assert_agree(loss_outcome(model, inputs), expected)
     assert len(cross_entropies) == 1 and report.calls()[""] == (2, 0)
     assert loss_outcome(unpatch_model(model), inputs)["loss"] == expected["loss"]
-
-
-class InAMethod(nn.Module):
-    """A loss in the forward, an activation in a method that it calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.act, self.lm_head = nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 11, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def transformed(self, x: Tensor) -> Tensor:
-        return self.act(self.dense(x))
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.lm_head(self.transformed(x)), labels)
-
-
-@pytest.mark.parametrize("pattern", BOTH)
-def test_what_is_reported_beside_a_loss_is_fused_in_methods_too(pattern: str) -> None:
-    model, x, labels = InAMethod(), torch.randn(5, 8), torch.randint(11, (5,))
-    expected = model(x, labels)
-    report = patch_model(model, patterns=[pattern, "bias_activation"])
-    assert report.patched[0].detail == "and bias_activation"
-    torch.testing.assert_close(model(x, labels), expected)
-    assert report.calls()[""] == (2, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.patching import PATTERNS, PatchedSite, SkippedSite, patch_model, patched, unpatch_model
+from onetrip.patching import PatchedSite, SkippedSite, patch_model, patched, unpatch_model
 from patching_cases import Tail
 from torch import Tensor, nn
 
@@ -151,16 +151,6 @@ def test_strict_raises_where_nothing_is_patched(model: Model) -> None:
         ({"exclude": ["frist"]}, ValueError, "got 'frist', which matches none"),
         ({"exclude": ["nothing.*"]}, ValueError, "got 'nothing.\\*', which matches none"),
     ],
-    ids=[
-        "unknown-pattern",
-        "one-unknown-pattern",
-        "pattern-string",
-        "attention-string",
-        "attention-without-its-pattern",
-        "exclude-string",
-        "exclude-typo",
-        "exclude-glob",
-    ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_patched(
     model: Model, options: dict[str, Any], error: type[Exception], message: str
@@ -179,10 +169,6 @@ def test_a_model_must_be_a_module(wrong: Any) -> None:
             function(wrong)
     with pytest.raises(TypeError, match="patch_model: model must"), patched(wrong):
         pass
-
-
-def test_every_pattern_name_is_accepted(model: Model) -> None:
-    assert patch_model(model, patterns=PATTERNS).patched
 
 
 def test_the_text_is_a_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,17 +23,13 @@ def break_one(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return broken
 
 
-@pytest.mark.parametrize(
-    ("operator", "make"),
-    [
-        ("rms_norm", LlamaLike),
-        ("layer_norm", lambda: nn.LayerNorm(WIDTH)),
-        ("norm_of_sum", OneExpression),
-    ],
-    ids=["rms_norm", "layer_norm", "norm_of_sum"],
-)
+SITES = {"rms_norm": LlamaLike, "layer_norm": lambda: nn.LayerNorm(WIDTH), "norm_of_sum": OneExpression}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("operator", SITES)
 def test_an_operator_that_is_off_by_a_thousandth_is_not_kept(
-    operator: str, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+    operator: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onetrip.patching import classes, links
 
@@ -42,7 +38,7 @@ def test_an_operator_that_is_off_by_a_thousandth_is_not_kept(
     broken = break_one(getattr(owner, operator))
     monkeypatch.setitem(classes.GLOBAL_NAMES, operator, broken)
     monkeypatch.setattr(owner, operator, broken)
-    model = randomised(make())
+    model = randomised(SITES[operator]()).to(device)
     report = patch_model(model, patterns=["rms_norm", "layer_norm", "dropout_add_norm"])
     (failed,) = [site for site in report.skipped if site.reason == "verify_failed"]
     assert (

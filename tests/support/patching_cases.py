@@ -134,13 +134,16 @@ class OneExpression(Block):
         return self.post(b + self.drop(self.proj(a)))
 
 
+TAIL_DROPOUT = 0.25
+
+
 class Tail(nn.Module):
     """As BertSelfOutput, with a dropout that is on."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.dense = nn.Linear(width, width)
-        self.dropout = nn.Dropout(0.25)
+        self.dropout = nn.Dropout(TAIL_DROPOUT)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
@@ -364,9 +367,6 @@ def tiny_mixture(model_type: str, implementation: str = "eager", **sizes: Any) -
 
 
 # Layers that read one tensor, as BERT's do, and a step through them with and without a shared gradient.
-READERS_DROPOUT = 0.25
-
-
 class Projections(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -374,17 +374,6 @@ class Projections(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         return torch.tanh(self.q(h) * self.k(h)) * self.v(h)
-
-
-class Output(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.drop, self.norm = nn.Linear(WIDTH, WIDTH), nn.Dropout(READERS_DROPOUT), nn.LayerNorm(WIDTH)
-
-    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
-        h = self.dense(h)
-        h = self.drop(h)
-        return self.norm(h + residual)
 
 
 class Expansion(nn.Module):
@@ -401,8 +390,8 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.mixed = Projections(), Output()
-        self.expand, self.expanded = Expansion(), Output()
+        self.mix, self.mixed = Projections(), Tail()
+        self.expand, self.expanded = Expansion(), Tail()
         self.between: Callable[[Tensor], Any] = lambda h: None
         self.side: list[Tensor] = []
         self.branch: Callable[[Tensor], Tensor] = lambda h: h
@@ -416,11 +405,11 @@ class Layer(nn.Module):
         return self.expanded(expanded, h)
 
 
-class OutputWithoutNorm(Output):
-    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
-        h = self.dense(h)
-        h = self.drop(h)
-        return h + residual
+class TailWithoutNorm(Tail):
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        hidden = self.dense(hidden)
+        hidden = self.dropout(hidden)
+        return hidden + residual
 
 
 class BackwardInBackward(torch.autograd.Function):

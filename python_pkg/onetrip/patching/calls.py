@@ -230,9 +230,8 @@ def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     The bias is cast to the product's dtype, as under autocast, so that the sum has the dtype of dense(x).
     """
     cls = original_class(type(dense))
-    if cls is not nn.Linear and not is_transposed(cls):
-        return dense(x), None
-    if not is_plain(dense, cls) or hasattr(type(dense.weight), "__tensor_flatten__"):
+    is_known = (cls is nn.Linear or is_transposed(cls)) and is_plain(dense, cls)
+    if not is_known or hasattr(type(dense.weight), "__tensor_flatten__"):
         return dense(x), None
     product = functional.linear(x, dense.weight) if cls is nn.Linear else x @ dense.weight
     bias = dense.bias

@@ -194,10 +194,6 @@ class _Unnoticed(nn.Module):
         pass
 
 
-def _is_of_transformers(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "transformers"
-
-
 def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[..., Any]]) -> type:
     """A subclass of original with these methods and the same name."""
 
@@ -243,7 +239,8 @@ def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[...
         },
     )
     cls.__bases__ = (original,)
-    hooks = (vars(each).get("__init_subclass__") for each in original.__mro__ if _is_of_transformers(each))
+    of_transformers = (each for each in original.__mro__ if each.__module__.partition(".")[0] == "transformers")
+    hooks = (vars(each).get("__init_subclass__") for each in of_transformers)
     if (hook := next(filter(None, hooks), None)) is not None:  # wraps the forward for checkpointing
         hook.__func__(cls)
     # By type: where an instance is asked, PEFT's wrappers pass the question on to the model in them.

@@ -31,7 +31,7 @@ from .attention.interface import reads_strides
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import Dropout, FunctionalDropouts
-from .experts import Experts, GroupedExperts, read_experts
+from .experts import Experts, read_experts
 from .forward import Forward, read_forward
 from .linear import tied_embedding
 from .linear.cast_input import CastInputs
@@ -56,19 +56,20 @@ _IN_ORDER: tuple[type[InForward], ...] = (
 
 @dataclass(frozen=True)
 class Together:
-    """Several sites in one module: in its forward, each in the forward with those before it fused; and in methods."""
+    """Several sites in one module: around its forward; in it, each in the forward with those before it fused; and in
+    methods."""
 
-    parts: tuple[InForward, ...]
+    parts: tuple[InForward | Experts | VocabularyLoss, ...]
 
     @property
-    def named(self) -> InForward:
-        """The site that gives its name to the whole: attention, else the last one in the forward that is not
-        minor, else shared inputs."""
-        of_attention = [part for part in self.parts if isinstance(part, (Attention, SoftmaxRegions))]
+    def named(self) -> InForward | Experts | VocabularyLoss:
+        """The site that gives its name to the whole: the loss, else attention, else the last one in the forward that is
+        not minor, else shared inputs."""
+        first = [part for part in self.parts if isinstance(part, (VocabularyLoss, Attention, SoftmaxRegions))]
         shared = [part for part in self.parts if isinstance(part, SharedInputs)]
-        others = [part for part in self.parts if not part.is_minor]
+        others = [part for part in self.parts if isinstance(part, InForward) and not part.is_minor]
         in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
-        return [*of_attention, *in_forward, *shared, self.parts[-1]][0]
+        return [*first, *in_forward, *shared, self.parts[-1]][0]
 
     @property
     def pattern(self) -> str:
@@ -85,13 +86,14 @@ class Together:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward and the methods with all of it fused."""
         rewrites = [part.rewrite(cls) for part in self.parts]
-        constants, absorbed = (
+        constants, absorbed, functions = (
             tuple(dict.fromkeys(each for part in rewrites for each in getattr(part, name)))
-            for name in ("constants", "absorbed")
+            for name in ("constants", "absorbed", "functions")
         )
         # Of one method the last, with all before it fused.
         sources = {name: source for part in rewrites for name, source in part.sources}
-        return Rewrite(self.pattern, tuple(sources.items()), constants=constants, absorbed=absorbed)
+        around = "".join(part.around for part in rewrites)  # no class has a loss and experts
+        return Rewrite(self.pattern, tuple(sources.items()), around, constants, absorbed, functions)
 
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless each computes the same as the original."""
@@ -123,9 +125,9 @@ class Classifier:
         self.dropout = Dropout(self.model_device) if dropouts.PATTERN in wanted and _in_float64(model) is None else None
         self.is_lazy = any(map(is_lazy, model.parameters()))
         self.known: dict[Any, Any] = {}
-        """What was found of classes, of rewritten forwards, of configurations of leaves, and of sites: see _once."""
+        """What was found of classes, of rewritten forwards, of configurations of leaves, and of sites: see once."""
 
-    def _once(self, function: Callable[..., Any], *arguments: Any, key: tuple[Any, ...] | None = None) -> Any:
+    def once(self, function: Callable[..., Any], *arguments: Any, key: tuple[Any, ...] | None = None) -> Any:
         """function(*arguments), computed once for a key: the layers of a model share a class and a configuration. The
         key is that of the arguments, unless one is given."""
         key = (function, *(arguments if key is None else key))
@@ -143,24 +145,18 @@ class Classifier:
             return _replaced(module) or _in_float64(module) or VocabularyLoss(None, self.loss_pattern)
         if id(module) in self.tied:
             return unsuitable(module) or tied_embedding.tied_site(module)
-        site = self._own(module)
-        if self.loss_pattern and id(module) in self.output_layers:
-            why = _replaced(module) or _in_float64(module)
-            if isinstance(site, Unsuitable):
-                self.left[id(module)], site = site, None
-            return site or why if why else VocabularyLoss(labels_position(module), self.loss_pattern, site)
-        return site
+        return self._own(module)
 
     def rewrite(self, module: nn.Module, site: Site) -> Rewrite:
         """The rewrite of a site, one for all equal ones."""
-        rewrite: Rewrite = self._once(type(site).rewrite, site, original_class(type(module)))
+        rewrite: Rewrite = self.once(type(site).rewrite, site, original_class(type(module)))
         return rewrite
 
     def _own(self, module: nn.Module) -> Site | Unsuitable | None:
         """What the module's forward computes, and the methods that it may call."""
         cls = original_class(type(module))
-        reading = self._once(read_attention, cls)
-        parts: list[InForward] = []
+        reading = self.once(read_attention, cls)
+        parts: list[Any] = []
         if reading is not None or module._modules:
             parts, why = self._in_forward(module, cls, reading)
         else:
@@ -169,41 +165,49 @@ class Classifier:
                 return leaf
             why = leaf
         if reading is None:
-            methods = (self._activations(module, *each) for each in self._once(read_methods, cls))
+            methods = (self._activations(module, *each) for each in self.once(read_methods, cls))
             parts += [each for each in methods if each is not None and unsuitable(module) is None]
-        site: Site | None = Together(tuple(parts)) if len(parts) > 1 else parts[0] if parts else None
-        grouped = self._once(read_experts, cls) if experts.PATTERN in self.wanted else None
+        grouped = self.once(read_experts, cls) if experts.PATTERN in self.wanted else None
         if isinstance(grouped, Unsuitable):
             why = grouped
-        elif isinstance(grouped, GroupedExperts) and unsuitable(module) is None:
-            site = Experts(grouped, site)
-        if site is None:
+        elif grouped is not None and unsuitable(module) is None:
+            parts.insert(0, Experts(grouped))
+        if self.loss_pattern and id(module) in self.output_layers:
+            blocked = _replaced(module) or _in_float64(module)
+            if blocked is None:
+                parts.insert(0, VocabularyLoss(labels_position(module), self.loss_pattern))
+            why = blocked or why
+        if not parts:
             return why
         if why is not None and why is not _NO_SUM:
             self.left[id(module)] = why
-        return site
+        return Together(tuple(parts)) if len(parts) > 1 else parts[0]
 
     def _in_forward(
         self, module: nn.Module, cls: Any, reading: Interface | SoftmaxRegions | Unsuitable | None
     ) -> tuple[list[InForward], Unsuitable | None]:
         """The sites in the module's forward, and why something else in it is none. reading: of its attention."""
-        is_wanted = eager.PATTERN in self.wanted
-        fused = self._attention(module, reading) if reading is not None and is_wanted else None
         parts: list[InForward] = []
         source, why, blocked = "", None, unsuitable(module)
-        if isinstance(fused, (Attention, SoftmaxRegions)):
-            parts, source = [fused], self.rewrite(module, fused).forward
+        cannot = None if reading is None else _replaced(module) or _in_float64(module)
+        fused: InForward | Unsuitable | None = None
+        shares_mask = one_mask.PATTERN in self.wanted
+        if eager.PATTERN in self.wanted:
+            fused = reading.site(module, self.replace_sdpa, shares_mask) if isinstance(reading, Interface) else reading
+        if fused is not None and not isinstance(fused, Unsuitable):
+            fused = cannot or fused
+        first = None if isinstance(fused, Unsuitable) else fused
+        if first is None and cannot is None and isinstance(reading, Interface) and shares_mask:
+            first = reading.mask_site(module)
+        if first is not None:
+            parts, source = [first], self.rewrite(module, first).forward
             if not source:
                 return parts, None
-        elif isinstance(reading, Interface) and one_mask.PATTERN in self.wanted:
-            mask = None if _replaced(module) or _in_float64(module) else reading.mask_site(module)
-            if mask is not None:
-                parts, source = [mask], self.rewrite(module, mask).forward
         n_attention = len(parts)
         for kind in _IN_ORDER:
             if kind in (Heads, CacheUpdates) and not (isinstance(reading, Interface) and reads_strides(module)):
                 continue
-            forward = self._once(_read, cls, source, kind.in_wrapper)
+            forward = self.once(_read, cls, source, kind.in_wrapper)
             if isinstance(forward, Forward):
                 part = self._part(kind, module, forward)
             else:
@@ -219,16 +223,6 @@ class Classifier:
             return parts, fused
         return parts, why if reading is None or len(parts) > n_attention else None
 
-    def _attention(
-        self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
-    ) -> Attention | SoftmaxRegions | Unsuitable:
-        site: Attention | SoftmaxRegions | Unsuitable = (
-            reading.site(module, self.replace_sdpa, one_mask.PATTERN in self.wanted)
-            if isinstance(reading, Interface)
-            else reading
-        )
-        return site if isinstance(site, Unsuitable) else _replaced(module) or _in_float64(module) or site
-
     def _part(self, kind: type[InForward], module: nn.Module, forward: Forward) -> InForward | Unsuitable | None:
         """What of one kind is fused in the forward, the others before it fused."""
         if kind is Activations:
@@ -237,14 +231,14 @@ class Classifier:
             return self._sums(module, forward)
         if self.wanted.isdisjoint(kind.patterns):
             return None
-        chosen = kind.choose(module, self._once(kind.read, forward), self.excluded)
+        chosen = kind.choose(module, self.once(kind.read, forward), self.excluded)
         return kind(forward, chosen) if chosen else None
 
     def _activations(
         self, module: nn.Module, forward: Forward, found: list[FoundActivation] | None = None
     ) -> Activations | None:
         """found: what was read of a method that is not the forward."""
-        found = self._once(Activations.read, forward) if found is None else found
+        found = self.once(Activations.read, forward) if found is None else found
         chosen = choose_activations(module, found, self._activation, self.excluded)
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
         return Activations(forward, wanted) if wanted else None
@@ -257,12 +251,12 @@ class Classifier:
             if _replaced(act) is not None or found is None:
                 return None
             key = (original_class(type(act)), found)
-        activation: Activation | None = self._once(recognise_activation, act, key=key)
+        activation: Activation | None = self.once(recognise_activation, act, key=key)
         return activation
 
     def _sums(self, module: nn.Module, forward: Forward) -> ResidualSums | Unsuitable | None:
-        forward, sums = self._once(read_sums, forward)
-        is_wrapped = not self._once(returns_as_is, plain_forward(original_class(type(module))))
+        forward, sums = self.once(read_sums, forward)
+        is_wrapped = not self.once(returns_as_is, plain_forward(original_class(type(module))))
         chosen = choose_sums(module, sums, self.norm, self.excluded, is_wrapped)
         if isinstance(chosen, Unsuitable):
             return chosen
@@ -291,7 +285,7 @@ class Classifier:
         device = _kernel_device(module) or self.model_device  # never meta
         found = configuration(module)
         key = (original_class(type(module)), parameters, id(module) if found is None else found, device)
-        spec: NormSpec | Unsuitable = self._once(_supported_norm, module, device, key=key)
+        spec: NormSpec | Unsuitable = self.once(recognise, module, device, key=key)
         return spec
 
 
@@ -301,16 +295,6 @@ def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:
     if in_wrapper or returns_as_is(outer):
         return read_forward(method_of(cls, "forward"), source)
     return read_forward(outer)
-
-
-def _supported_norm(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
-    """The norm that a leaf computes in the dtype of its parameters."""
-    spec = recognise(module, device)
-    if isinstance(spec, NormSpec):
-        dtype = next((p.dtype for p in module._parameters.values() if p is not None), torch.float32)
-        if (dtype, dtype if spec.weight else None) in spec.unsupported:
-            return Unsuitable("unsupported_dtype", f"rounds in another order in {str(dtype)[6:]}")
-    return spec
 
 
 STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")

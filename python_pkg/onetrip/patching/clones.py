@@ -69,7 +69,8 @@ def own_state(module: nn.Module) -> dict[str, Any]:
 def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """A copy of an attribute, recursively, so that a forward can change it in place.
 
-    Shares modules, functions, and objects that cannot be copied (locks, process groups).
+    Shares modules, functions, tuples of classes (torch.Size), and objects that cannot be copied (locks, process
+    groups).
     """
     memo = {} if memo is None else memo
     if callable(value) or isinstance(value, (int, float, str)) or value is None:
@@ -78,13 +79,7 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
         if isinstance(value, Tensor):
             return memo.setdefault(id(value), value.detach().clone())
         if isinstance(value, tuple):
-            items = [own_copy(each, memo) for each in value]
-            if all(item is each for item, each in zip(items, value, strict=True)):
-                return value
-            try:
-                return getattr(value, "_make", type(value))(items)
-            except Exception:  # raised by its class
-                return value
+            return tuple(own_copy(each, memo) for each in value) if type(value) is tuple else value
         try:
             copied = memo[id(value)] = copy.copy(value)
         except Exception:  # raised by its class

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import cache, partial, reduce
 from typing import Any, NamedTuple
@@ -135,7 +135,8 @@ def _fused(module: Any, x: Tensor, p: Any, drops: bool, original: Callable[[], T
 def uncalled_dropouts(modules: Iterable[nn.Module]) -> set[int]:
     """ids of the dropouts that no forward calls: sums and attention read their probability, or draw their mask."""
     modules = list(modules)
-    tails = [tail for module in modules for tail in _tails(module)]
+    values = (value for module in modules if is_patched(module) for _, value in rewrite_of(module).constants)
+    tails = [value for value in values if isinstance(value, Tail)]
     opened = {(calls.original_class(tail.owner), name) for tail in tails for name in tail.dropouts}
     is_called: dict[int, bool] = {}
     for module in modules:
@@ -145,11 +146,6 @@ def uncalled_dropouts(modules: Iterable[nn.Module]) -> set[int]:
                 called = (calls.original_class(cls), name) not in opened and _calls(cls, name)
                 is_called[id(child)] = is_called.get(id(child), False) or called
     return {found for found, called in is_called.items() if not called}
-
-
-def _tails(module: nn.Module) -> Iterator[Tail]:
-    constants = rewrite_of(module).constants if is_patched(module) else ()
-    yield from (value for _, value in constants if isinstance(value, Tail))
 
 
 @cache
@@ -163,13 +159,11 @@ def _calls(cls: Any, name: str) -> bool:
 def _source(cls: Any) -> str:
     """The methods of a class and its bases, as rewritten; empty where they cannot be read."""
     original = calls.original_class(cls)
+    replaced = {} if original is cls else cls._onetrip_rewrite.replaced
     try:
         bases = original.__mro__[: original.__mro__.index(nn.Module)]
         source = "".join(inspect.getsource(base) for base in bases)
-        if original is cls:
-            return source
-        rewrite: Rewrite = cls.__dict__["_onetrip_rewrite"]
-        for method, rewritten in rewrite.replaced.items():
+        for method, rewritten in replaced.items():
             source = source.replace(inspect.getsource(method_of(original, method)), "") + rewritten
         return source
     except (OSError, TypeError, ValueError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -205,30 +205,17 @@ class Experts:
     """A module whose forward a wrapper chooses, as a site."""
 
     experts: GroupedExperts
-    other: Any = None
-    """What else is fused in the class's own forward and methods, as a site."""
-
-    @property
-    def pattern(self) -> str:
-        """The gated product's, which is fused in every implementation."""
-        return PATTERN if self.other is None else self.other.pattern
-
-    @property
-    def detail(self) -> str:
-        return "" if self.other is None else ", ".join(filter(None, (self.other.detail, f"and {PATTERN}")))
+    pattern = PATTERN
+    detail = ""
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward that calls the rewritten function, around the class's own."""
-        inner: Rewrite = Rewrite(PATTERN) if self.other is None else self.other.rewrite(cls)
-        constants = (*inner.constants, ("experts_", self.experts))
         functions = ((self.experts.grouped.library, self.experts.grouped.source),)
-        return replace(inner, around=_FORWARD, constants=constants, functions=functions)
+        return Rewrite(PATTERN, around=_FORWARD, constants=(("experts_", self.experts),), functions=functions)
 
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a few small experts have the outputs and gradients that they have in the
         library's function."""
-        if self.other is not None:
-            self.other.verify(module)
         device, dtype = kind_of(module)
         index = torch.tensor([[0, 2], [2, 1], [0, 1], [2, 0], [1, 2]], device=device)
         inputs = {"hidden": (5, 8), "weights": (5, 2), "up": (3, 8, 8), "down": (3, 8, 8)}

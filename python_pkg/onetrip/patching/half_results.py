@@ -79,19 +79,15 @@ class _Flow:
         """Attributes of the module in products with the value."""
         self.local = {*code.co_varnames, *code.co_cellvars}
         nodes = [node for statement in forward.tree.body for node in ast.walk(statement)]
-        if any(isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS) for node in nodes):
-            raise _Escapes
-        names = {*code.co_names}
-        if any(isinstance(node, _OTHER_SCOPES) for node in nodes) or names & _NAMESPACES:
-            raise _Escapes
-        if any("autocast" in name for name in names):
-            raise _Escapes
-        if any(
-            not isinstance(node.ctx, ast.Load) and forward.child(node)
-            for node in nodes
-            if isinstance(node, ast.Attribute)
+        statements = [node for node in nodes if isinstance(node, ast.stmt)]
+        changed = [node for node in nodes if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)]
+        if (
+            not all(isinstance(node, _STATEMENTS) for node in statements)
+            or any(isinstance(node, _OTHER_SCOPES) for node in nodes)
+            or any(name in _NAMESPACES or "autocast" in name for name in code.co_names)
+            or any(map(forward.child, changed))  # what is called may be another child
         ):
-            raise _Escapes  # what is called may be another child
+            raise _Escapes
         if path:
             self.check_child(nodes)
 

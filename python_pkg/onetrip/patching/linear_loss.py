@@ -16,7 +16,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -401,12 +401,7 @@ class VocabularyLoss:
     """Position of labels among the arguments of the model's forward; None for the output layer."""
     pattern: str
     """PATTERN or CROSS_ENTROPY."""
-    other: Any = None
-    """What else is fused in the model's own forward (DistilBERT's activation), as a site."""
-
-    @property
-    def detail(self) -> str:
-        return "" if self.other is None else f"and {self.other.pattern}"
+    detail = ""
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward in which the logits are deferred or watched."""
@@ -416,13 +411,10 @@ class VocabularyLoss:
             *(("computes_loss_", computes_loss), ("labels_at_", self.labels_at), ("computing_loss_", computing_loss)),
             *(("plain_outputs_", plain_outputs), ("keeps_logits_", self.pattern == CROSS_ENTROPY)),
         )
-        inner: Rewrite = Rewrite(self.pattern) if self.other is None else self.other.rewrite(cls)
-        return replace(inner, pattern=self.pattern, around=_MODEL, constants=(*inner.constants, *names))
+        return Rewrite(self.pattern, around=_MODEL, constants=names)
 
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small layer's loss and gradients are those of its logits."""
-        if self.other is not None:
-            self.other.verify(module)
         device, dtype = kind_of(module)
         labels = torch.tensor([0, 10, -100, 3, 3, -100, 5], device=device)
 

@@ -95,13 +95,6 @@ _recent: dict[int, tuple[weakref.ref[Tensor], int, bool, _Site]] = {}
 """id(z) -> (z, its version, whether it requires grad, its site), for sums that look for their norm."""
 
 
-def _new_site(module: nn.Module, index: int) -> _Site:
-    key = (id(module), index)
-    site = _sites[key] = _Site()
-    calls.forget_with(module, _sites, key)
-    return site
-
-
 def _may_link() -> bool:
     return not (
         calls.has_saved_tensor_hooks()
@@ -128,12 +121,6 @@ def _parameters(norm: nn.Module, spec: NormSpec) -> tuple[Tensor | None, Tensor 
         None if spec.weight is None else getattr(norm, spec.weight),
         None if spec.bias is None else getattr(norm, spec.bias),
     )
-
-
-def _remember(site: _Site, z: Tensor) -> None:
-    """Let the norm that receives z find the site."""
-    site.tries += 1
-    _recent[id(z)] = (calls.forgetting(z, _recent), z._version, z.requires_grad, site)
 
 
 def _link(site: _Site, norm: nn.Module, spec: NormSpec) -> None:
@@ -166,16 +153,11 @@ def linked_result(norm: nn.Module, x: Tensor, spec: NormSpec) -> Tensor | None:
     slot.result = None
     known, node, state, y, serial = result
     z = _viewed(x)
-    if known() is z and z.grad_fn is node and _state(norm, spec, z) == state and _same_mode(x, z) and _may_link():
+    if known() is z and z.grad_fn is node and _state(norm, spec, z) == state and _may_link():
         slot.taken = serial
         weight, norm_bias = _parameters(norm, spec)
         return deferred_norm(y, x, z, weight, norm_bias)
     return None
-
-
-def _same_mode(x: Tensor, z: Tensor) -> bool:
-    """Whether gradients flow through x as through z: a view made under no_grad requires grad without a grad_fn."""
-    return x is z or (z.requires_grad, z.grad_fn is None) == (x.requires_grad, x.grad_fn is None)
 
 
 def _viewed(x: Tensor) -> Tensor:
@@ -255,7 +237,8 @@ class Sum:
             y = None if is_sum else self._normed(z, norm)
             is_fused = y is not None and bias is None and not p
             (calls.count_fused if is_fused else calls.count_fallback)(module)
-            return self._pair(z, norm(z) if y is None else y)
+            y = norm(z) if y is None else y
+            return (z, y) if self.returns_sum else y
         if not is_sum:
             calls.count_fallback(module)
             return _unfused(x, residual, bias, p, branch_is_left)
@@ -266,16 +249,19 @@ class Sum:
             or torch.is_inference_mode_enabled()
         ):
             return self._counted(module, x, residual, bias, p)
-        site = _sites.get((id(module), self.index))
+        key = (id(module), self.index)
+        site = _sites.get(key)
         if site is None:
-            site = _new_site(module, self.index)
+            site = _sites[key] = _Site()
+            calls.forget_with(module, _sites, key)
         if site.link is not None:
             z = self._linked(module, site, site.link, x, residual, bias, p)
             if z is not None:
                 return z
         z = self._counted(module, x, residual, bias, p)
         if site.link is None and site.tries < _TRIES and _may_link():
-            _remember(site, z)
+            site.tries += 1
+            _recent[id(z)] = (calls.forgetting(z, _recent), z._version, z.requires_grad, site)
         return z
 
     def _counted(self, module: nn.Module, x: Tensor, residual: Tensor, bias: Tensor | None, p: float) -> Tensor:
@@ -314,9 +300,6 @@ class Sum:
             return None
         options = _norm_options(norm, self.spec, z.dtype, z)
         return None if options is None else norm_of_sum(z, None, bias=None, **options)
-
-    def _pair(self, z: Any, y: Any) -> Any:
-        return (z, y) if self.returns_sum else y
 
     def _linked(
         self, module: nn.Module, site: _Site, link: _Link, x: Tensor, residual: Tensor, bias: Tensor | None, p: float

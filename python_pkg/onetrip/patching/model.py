@@ -15,7 +15,6 @@ from . import activations, dropouts, experts, linear_loss, rotary, watched_logit
 from .attention import cached, eager, heads, one_mask
 from .calls import counter_of, original_class
 from .classes import (
-    Rewrite,
     forward_diff,
     is_patched,
     is_stacked,
@@ -28,7 +27,6 @@ from .classes import (
 )
 from .classify import Classifier, Site
 from .dropouts import uncalled_dropouts
-from .experts import Experts
 from .half_results import find_half_results
 from .linear import cast_input, lora, packed_slices, scaled_logits, shared_input, tied_embedding
 from .norms import could_be_norm
@@ -87,10 +85,11 @@ def patch_model(
     wanted = _checked_attention(attention, _checked_patterns(patterns))
     excluded = _checked_exclude(model, exclude)
     patcher = _Patcher(model, Classifier(model, wanted, excluded, attention), excluded, verify)
+    before = _patched_modules(model)
     try:
         patcher.run()
     except BaseException:
-        patcher.undo()
+        _restore(model, before)
         raise
     report = patcher.report
     if strict and not report.patched:
@@ -116,13 +115,18 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
 
     On exit, also by an exception, the sites patched on entry are restored. Sites patched before stay patched.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    before = frozenset(id(module) for module in modules if was_patched(module))
+    before = _patched_modules(model)
     report = patch_model(model, **options)
     try:
         yield report
     finally:
         _restore(model, before)
+
+
+def _patched_modules(model: nn.Module) -> frozenset[int]:
+    """ids of the modules that are patched."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return frozenset(id(module) for module in modules if was_patched(module))
 
 
 def _restore(model: nn.Module, kept: Container[int]) -> None:
@@ -183,8 +187,6 @@ class _Patcher:
     def __init__(self, model: nn.Module, classifier: Classifier, excluded: frozenset[str], verify: bool) -> None:
         self.model, self.classifier, self.excluded, self.verify = model, classifier, excluded, verify
         self.report = PatchReport()
-        self.done: list[nn.Module] = []
-        self.verdicts: dict[Any, str | None] = {}
 
     def run(self) -> None:
         modules = list(self.model.named_modules())
@@ -211,11 +213,6 @@ class _Patcher:
             elif site is not None:
                 self.report._skip(site)
 
-    def undo(self) -> None:
-        for module in self.done:
-            if is_patched(module):
-                restore_class(module)
-
     def site(self, name: str, module: nn.Module) -> PatchedSite | SkippedSite | None:
         """Patch the module if it is a site."""
         if was_patched(module):
@@ -239,24 +236,14 @@ class _Patcher:
             return _skipped(name, module, Unsuitable("excluded"))
         if taken := rewrite.taken_names(original_class(type(module))):
             return _skipped(name, module, Unsuitable("unknown_forward", f"the rewrite's name {min(taken)} is its own"))
-        error = self.verdict(module, rewrite, site) if self.verify else None
-        if error is not None and isinstance(site, Experts) and site.other is not None:
-            self.classifier.left[id(module)] = Unsuitable("verify_failed", error)
-            return self.patch(name, module, site.other)
-        if error is not None:
-            return _skipped(name, module, Unsuitable("verify_failed", error))
-        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)
-        set_class(module, patched_class(type(module), rewrite))
-        self.done.append(module)
-        return patched_site
-
-    def verdict(self, module: nn.Module, rewrite: Rewrite, site: Site) -> str | None:
-        """_verdict, remembered for modules of the same class, rewrite and parameters."""
+        # One verdict for modules of the same class, rewrite and parameters.
         parameters = tuple((n, p.shape, p.dtype, p.device) for n, p in module.named_parameters())
         key = (type(module), rewrite, parameters)
-        if key not in self.verdicts:
-            self.verdicts[key] = _verdict(module, site)
-        return self.verdicts[key]
+        error = self.classifier.once(_verdict, module, site, key=key) if self.verify else None
+        if error is not None:
+            return _skipped(name, module, Unsuitable("verify_failed", error))
+        set_class(module, patched_class(type(module), rewrite))
+        return PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)
 
 
 def _skipped(name: str, module: nn.Module, why: Unsuitable) -> SkippedSite:

@@ -114,16 +114,13 @@ class NormSpec:
             guards.append(f"({x}.dtype, {'None' if self.weight is None else f'{weight}.dtype'}) in unsupported")
         if not self.autocast:
             guards.append(f"is_autocasting({x})")
-        constants: dict[str, Any] = {"unsupported": self.unsupported}
         if self.configuration:
             guards.append("not has_configuration(self, configuration)")
-            constants |= {"has_configuration": has_configuration, "configuration": self.configuration}
         given, linked = x, ""
         if self.gate:
             gate = self.gate.partition("=")[0]
             given, call = f"{x}, {gate}", f'glu({gate}, {call}, "silu")'
             guards.append(f"not is_like({gate}, {x})")
-            constants |= {"glu": ops.glu, "is_like": is_like}
         else:
             linked = f"""\
     y_ = linked_result(self, {x}, spec)
@@ -131,7 +128,11 @@ class NormSpec:
         count_fused(self)
         return y_
 """
-            constants |= {"linked_result": linked_result, "half_result": half_result, "spec": self}
+        constants = {
+            "unsupported": self.unsupported, "configuration": self.configuration, "spec": self, "glu": ops.glu,
+            "has_configuration": has_configuration, "is_like": is_like, "half_result": half_result,
+            "linked_result": linked_result,
+        }  # fmt: skip
         source = f"""\
 def forward(self, {", ".join((x, self.gate) if self.gate else (x,))}):
 {linked}    if {" or ".join(f"({guard})" if " and " in guard else guard for guard in guards)}:
@@ -212,6 +213,9 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     with use_backend("reference"), undisturbed(device), torch.no_grad():
         found = _Prober(module, cls, device, gate is not None).recognise()
     if isinstance(found, NormSpec):
+        dtype = next((vector.dtype for vector in vectors), torch.float32)
+        if (dtype, dtype if found.weight else None) in found.unsupported:
+            return Unsuitable("unsupported_dtype", f"rounds in another order in {str(dtype)[6:]}")
         known = tuple(each for each in attributes_read(module) if each[0] != found.eps_attribute)
         found = replace(found, configuration=known)
     if gate is not None:
@@ -358,7 +362,8 @@ class _Prober:
 
     def _with_casts(self, spec: NormSpec) -> NormSpec:
         """The spec with the cast order that reproduces most half-precision probes; the others become unsupported."""
-        originals = {dtypes: self.original(*dtypes) for dtypes in self._half_probes(spec)}
+        probes = _HALF_PROBES if spec.weight else [each for each in _HALF_PROBES if each[0] == each[1]]
+        originals = {dtypes: self.original(*dtypes) for dtypes in probes}
         orders: tuple[CastOrder, ...] = (False, True, "weight") if spec.kind == "rms" and spec.weight else (False,)
         # The two readings of eps=None differ in half precision only.
         readings = [eps for eps in self.eps if eps.startswith("finfo")] if spec.eps.startswith("finfo") else [spec.eps]
@@ -373,12 +378,6 @@ class _Prober:
             if fewest is None or len(failed) < fewest:
                 best, fewest = replace(trial, unsupported=failed), len(failed)
         return best
-
-    @staticmethod
-    def _half_probes(spec: NormSpec) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-        if spec.weight is None:
-            return ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
-        return _HALF_PROBES
 
     def _reproduces(self, spec: NormSpec, dtypes: tuple[torch.dtype, torch.dtype], y: Tensor) -> bool:
         """The same dtype, and 95% of the values equal. Another cast order changes a third of the values."""

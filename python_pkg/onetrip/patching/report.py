@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -120,12 +119,11 @@ class PatchReport:
             for column in ("reason", "module class", "example", "detail"):
                 skipped.add_column(column, overflow="fold")
             skipped.add_column("sites", justify="right")
-            examples: dict[tuple[str, str, str], str] = {}
-            for site_ in self._skipped:
-                examples.setdefault((site_.reason, site_.module_class, site_.detail), site_.name or "(root)")
-            numbers = Counter((site.reason, site.module_class, site.detail) for site in self._skipped)
-            for (reason, module_class, detail), number in numbers.items():
-                skipped.add_row(reason, module_class, examples[reason, module_class, detail], detail, str(number))
+            names: dict[tuple[str, str, str], list[str]] = {}
+            for left in self._skipped:
+                names.setdefault((left.reason, left.module_class, left.detail), []).append(left.name or "(root)")
+            for (reason, module_class, detail), found in names.items():
+                skipped.add_row(reason, module_class, found[0], detail, str(len(found)))
             console.print(skipped)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from onetrip.patching import patch_model
-from patching_cases import READERS_DROPOUT, Layer, randomised
+from patching_cases import TAIL_DROPOUT, Layer, randomised
 from torch import nn
 
 
-@pytest.fixture(params=[READERS_DROPOUT, 0.0], ids=["dropout", "no dropout"])
+@pytest.fixture(params=[TAIL_DROPOUT, 0.0], ids=["dropout", "no dropout"])
 def model(request: pytest.FixtureRequest) -> Any:
     """Two layers as BERT's, patched."""
     model = randomised(nn.Sequential(Layer(), Layer())).train()
     for layer in model:
-        layer.mixed.drop.p = layer.expanded.drop.p = request.param
+        layer.mixed.dropout.p = layer.expanded.dropout.p = request.param
     patch_model(model)
     return model

@@ -15,9 +15,9 @@ from outcomes import assert_agree
 from patching_cases import (
     WIDTH,
     Layer,
-    Output,
-    OutputWithoutNorm,
     Projections,
+    Tail,
+    TailWithoutNorm,
     assert_as_without,
     checkpointed,
     inputs,
@@ -71,7 +71,7 @@ def test_a_branch_that_does_not_depend_on_the_layers(model: Any, x: Tensor) -> N
 def test_a_gradient_that_others_have_is_not_written_to(requires_grad: bool) -> None:
     """Without a norm the residual's gradient is the sum's own."""
     layer, (x,) = randomised(Layer()).train(), inputs()
-    layer.expanded = OutputWithoutNorm()
+    layer.expanded = TailWithoutNorm()
     patch_model(layer)
     for _ in range(3):
         seen: list[Tensor] = []
@@ -281,7 +281,7 @@ def test_what_was_read_is_freed_as_without_sharing(model: Any, use_checkpoint: b
 
 def test_a_compiled_sum_has_one_graph_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum looks for readers from calls.SMALLEST elements on; no graph may be guarded by that."""
-    block, counter = Output().train(), CompileCounter()
+    block, counter = Tail().train(), CompileCounter()
     patch_model(block)
     monkeypatch.setattr(calls, "SMALLEST", 2 * 20 * WIDTH)
     compiled = torch.compile(block, backend=counter, dynamic=True)

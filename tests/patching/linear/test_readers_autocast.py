@@ -13,12 +13,12 @@ from onetrip.ops import row_norm_autograd
 from onetrip.patching import patch_model, unpatch_model
 from outcomes import Outcome, assert_agree, parameter_gradients
 from patching_cases import (
-    READERS_DROPOUT,
+    TAIL_DROPOUT,
     WIDTH,
     BackwardInBackward,
     Layer,
-    OutputWithoutNorm,
     Projections,
+    TailWithoutNorm,
     assert_as_without,
     inputs,
     randomised,
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@pytest.mark.parametrize("model", [READERS_DROPOUT], indirect=True)  # without, rounding alone is worth 4e-2
+@pytest.mark.parametrize("model", [TAIL_DROPOUT], indirect=True)  # without, rounding alone is worth 4e-2
 def test_autocast(model: Any, x: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert_as_without(model, x, relative=3e-2)
@@ -180,7 +180,7 @@ def without_norms() -> Any:
     """Layers read a sum with dropout, whose residual others have read."""
     model = nn.Sequential(Layer(), Layer())
     for layer in model:
-        layer.mixed, layer.expanded = OutputWithoutNorm(), OutputWithoutNorm()
+        layer.mixed, layer.expanded = TailWithoutNorm(), TailWithoutNorm()
     randomised(model).train()
     patch_model(model)
     return model

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import getattr_static
+from textwrap import indent
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from ..classes import method_of
 from ..forward import Forward, Place, places, read_forward
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
-from ..source import Inliner, calls_in, first_match, indented
+from ..source import Inliner, calls_in, first_match
 from ..verify import RNG, MaskedDropout, check_function, kind_of
 from .eager import PATTERN
 from .masked_fill import added_mask, read_fill, read_product
@@ -412,7 +413,7 @@ if {" and ".join(tests)}:
     count_fused_(self)
     {result} = region_softmax_(scores_, {masks}, like_, scale=scale_, dropout_p={p}){rest}
 else:
-{indented(otherwise)}"""
+{indent(otherwise, "    ")}"""
     return ast.parse(source).body
 
 
