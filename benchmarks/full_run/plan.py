@@ -37,9 +37,8 @@ _FIRST = (
     "softmax-*-large",
     "adam",
     "training-bert_large-24_layers-4x512-bf16",
-    "counters-cuda",
 )
-"""What comes first on a GPU: whether the CUDA kernels are right, what they reach where memory is the limit, and why."""
+"""What comes first on a GPU: whether the CUDA kernels are right, and what they reach where memory is the limit."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +83,17 @@ def _gpu_tests(place: Place) -> Iterator[Part]:
         yield Part(f"gpu-tests-{shard.name}", proves, command, missing, folder=place.tests)
 
 
-def _no_tool(name: str, place: Place, package: str = "") -> str:
-    """Why a tool cannot watch our kernels; empty where it can."""
-    absent = "" if shutil.which(name) else f"{name} is not on PATH: it comes with the CUDA toolkit{package}"
-    return _no_gpu(place) or absent
-
-
 def _sanitizers(tools: tuple[str, ...], place: Place) -> Iterator[Part]:
     for backend in ("cuda", "triton"):
-        missing = _no_tool("compute-sanitizer", place) or unavailable_reason(backend, "cuda")
+        missing = _no_gpu(place)
+        if not missing and not shutil.which("compute-sanitizer"):
+            missing = "compute-sanitizer is not on PATH: it comes with the CUDA toolkit"
+        missing = missing or unavailable_reason(backend, "cuda")
         for tool in tools:
             for family in sorted(FAMILIES[backend]):
                 command = (f"{_FOLDER}.sanitizer", tool, backend, family, str(place.output))
                 proves = f"{tool} finds nothing in the kernels of {family}"
                 yield Part(f"sanitizer-{tool}-{backend}-{family}", proves, command, missing)
-
-
-def _counters(place: Place) -> Iterator[Part]:
-    for backend in ("cuda", "triton"):
-        missing = _no_tool("ncu", place, ", as Nsight Compute") or unavailable_reason(backend, "cuda")
-        command = (f"{_FOLDER}.counters", backend, str(place.output))
-        yield Part(f"counters-{backend}", "what each kernel moves, executes and waits for", command, missing)
 
 
 def _no_gpu(place: Place) -> str:
@@ -163,8 +152,6 @@ def parts(place: Place) -> list[Part]:
         *_gpu_tests(place),
         *_sanitizers(_TOOLS[:2], place),
         *(part for suite in SUITES for part in _suite(suite, place)),
-        # They say why a figure of the suites is what it is. What follows says nothing of a kernel's speed.
-        *_counters(place),
         *_commands(place),
         *_sanitizers(_TOOLS[2:], place),
         _own("report", "everything that was found, on one page", place, always=True),

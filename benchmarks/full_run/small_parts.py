@@ -113,9 +113,6 @@ def merged(output: Path) -> results.Results:
         into["cases"] += content["cases"]
     for suite, content in found.items():
         cases = {case["case"]: case for case in content["cases"]}
-        if suite not in results.SUITES:  # counters: of one part, which kept them in order
-            content["cases"] = list(cases.values())
-            continue
         planned = module(suite).cases(state["quick"])
         wanted, _ = runnable({suite: planned}, device, Options.parse())
         order = {case.id: i for i, case in enumerate(planned)}

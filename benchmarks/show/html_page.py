@@ -29,7 +29,6 @@ _SECTIONS = {
     "optimizers": "Optimizers",
     "overhead": "Overhead of a call",
     "measurements": "Every measurement",
-    "counters": "What the kernels do on the GPU",
     "installation": "Installation",
     "run": "What was run",
     "missing": "Without a number",

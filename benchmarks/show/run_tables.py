@@ -1,8 +1,7 @@
-"""Tables of training steps, optimizers, overhead and installation, of kernels under ncu, and of a full run."""
+"""Tables of training steps, optimizers, overhead and installation, and of a full run."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +21,8 @@ from .tables import (
     microseconds,
     milliseconds,
     of_copy,
-    percent,
     providers,
     ratio,
-    shown,
     table,
 )
 
@@ -41,7 +38,6 @@ def by_topic(results: Results) -> dict[str, list[Table]]:
         ],
         "installation": install(cases(results, "install")),
         "overhead": overhead(cases(results, "overhead")),
-        "counters": [*counters(results)],
         "run": verified(cases(results, "everything")),
     }
 
@@ -201,50 +197,6 @@ def overhead(cases: Cases) -> list[Table]:
         *map(time, others),
     ]
     return table("Overhead of a call", columns, cases)
-
-
-def _function(demangled: str) -> str:
-    """Without its namespace, what it is instantiated for, and its parameters."""
-    found = re.search(r"(\w+)(?=[<(]|$)", demangled.replace("(anonymous namespace)::", ""))
-    return found[1] if found else demangled
-
-
-_COUNTED: list[Column] = [
-    ("launch", lambda row: row[0]["case"]),
-    ("of copy", lambda row: shown(row[0]["share_of_copy"], "{:.0f}%", 0.01)),
-    ("kernel", lambda row: _function(row[1]["kernel"])),
-    ("µs", lambda row: shown(row[1]["duration_ns"], "{:.1f}", 1e3)),
-    ("read MiB", lambda row: mib(row[1]["read_bytes"])),
-    ("written MiB", lambda row: mib(row[1]["written_bytes"])),
-    ("floor MiB", lambda row: mib(row[0]["floor_bytes"])),
-    ("moved at", lambda row: shown(row[1]["moved_share_of_copy"], "{:.0f}%", 0.01)),
-    ("instr./el.", lambda row: fixed(row[1]["instructions_per_element"], 1)),
-    ("issue", lambda row: percent(row[1]["issue_percent"])),
-    ("occup.", lambda row: percent(row[1]["occupancy_percent"])),
-    ("L2", lambda row: percent(row[1]["l2_percent"])),
-    ("regs", lambda row: fixed(row[1]["registers"], 0)),
-    ("shared KiB", lambda row: shown(row[1]["shared_bytes"], "{:.1f}", 1 << 10)),
-    ("local MiB", lambda row: mib(row[1]["local_bytes"])),
-    ("grid x block", lambda row: re.sub(r"(, 1)*\)|\(", "", f"{row[1]['grid']} x {row[1]['block']}")),
-]
-"""A row is (case, one of its kernels)."""
-
-
-def counters(results: Results) -> Iterator[Table]:
-    """What Nsight Compute counted, a table a backend, what is furthest from the speed of a copy first."""
-    note = (
-        "Caches empty, clocks as they are. Of copy: the floor, which the whole launch must move, in the time of all "
-        "its kernels, over this GPU's copy. Moved at: what this kernel moved through DRAM, of the copy's speed; "
-        "what is still in L2 when it ends is not written. Instr./el.: instructions of warps, times 32, an element. "
-        "Issue: clocks in which a scheduler issued, of those in which it had warps. Occup.: warps that were there, of "
-        "those that fit. L2: of its peak. Local: spills, and arrays that are indexed."
-    )
-    for suite, content in results.items():
-        if suite.startswith("counters-"):
-            cases = sorted(content["cases"], key=lambda case: case["share_of_copy"] or float("inf"))
-            rows = ((case, kernel) for case in cases for kernel in case["kernels"])
-            title = f"What the kernels do on the GPU: {suite.removeprefix('counters-')}"
-            yield from table(title, _COUNTED, rows, note)
 
 
 def verified(cases: Cases) -> list[Table]:

@@ -57,7 +57,6 @@ def shown(value: float | None, form: str, unit: float = 1.0) -> Cell | None:
     return None if value is None else Cell(value, form.format(value / unit))
 
 
-percent = partial(shown, form="{:.0f}%")
 ratio = partial(shown, form="{:.2f}x")
 error = partial(shown, form="{:.0e}")
 mib = partial(shown, form="{:.1f}", unit=_MIB)

@@ -141,11 +141,6 @@ def test_the_page_in_the_repository_is_the_rendered_one() -> None:
     assert page == docs_page.render(results.read(results.RECORDED)), "run python -m onetrip.benchmarks --render"
 
 
-def test_what_was_counted_on_a_gpu_is_shown_worst_first_and_the_unknown_last() -> None:
-    (table,) = [found for found in tables.every(made_up_results.every_suite()) if "do on the GPU" in found.caption]
-    assert [row[0].partition("-")[0] for row in table.rows] == ["slow", "fast", "unknown"]
-
-
 def test_a_run_under_load_says_so(recorded: results.Results) -> None:
     assert tables.load_in_words(recorded) == ""
     for case, load in zip(recorded["row_norm"]["cases"], (1.01, 2.6, 1.9), strict=False):

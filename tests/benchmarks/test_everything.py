@@ -220,7 +220,7 @@ def test_json_prints_the_state(run, tmp_path, capsys):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """As on a machine with a GPU, nvcc, compute-sanitizer and ncu."""
+    """As on a machine with a GPU, nvcc and compute-sanitizer."""
     monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(plan.shutil, "which", lambda name: name)
     monkeypatch.setattr(plan, "unavailable_reason", lambda backend, device: "")
@@ -239,10 +239,9 @@ def test_on_a_gpu_nothing_is_left_out(gpu, tmp_path, quick):
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     assert {f"sanitizer-{tool}-cuda-row_norm" for tool in tools} <= set(names)
     assert {f"sanitizer-{tool}-triton-rotary" for tool in tools} <= set(names)
-    assert {"counters-cuda", "counters-triton"} <= set(names)
 
 
-def test_what_comes_first_says_whether_kernels_are_right_how_fast_and_why(gpu, tmp_path):
+def test_what_comes_first_says_whether_kernels_are_right_and_how_fast(gpu, tmp_path):
     names = [found.name for found in plan.parts(Place(tmp_path, gpu, tests=tmp_path))]
     assert all(any(fnmatch.fnmatchcase(name, pattern) for name in names) for pattern in plan._FIRST)
     checks = ("doctor", "gpu-tests-row_norm-cuda", "gpu-tests-softmax-cuda", "sanitizer-racecheck-cuda-adam")
@@ -251,20 +250,9 @@ def test_what_comes_first_says_whether_kernels_are_right_how_fast_and_why(gpu, t
         "softmax-fp32-large",
         "adam",
         "training-bert_large-24_layers-4x512-bf16",
-        "counters-cuda",
     )
     order = [*sorted(map(names.index, checks)), *sorted(map(names.index, figures))]
-    assert order == sorted(order) and order[-1] == names.index("counters-cuda") < names.index(
-        "row_norm-layer_norm-fp32"
-    )
-    assert names.index("counters-triton") > names.index("adam_training")
-
-
-def test_without_nsight_compute_nothing_is_counted(gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan.shutil, "which", lambda name: None if name == "ncu" else name)
-    found = {part_.name: part_.missing for part_ in plan.parts(Place(tmp_path, gpu)) if "counters" in part_.name}
-    assert found.keys() == {"counters-cuda", "counters-triton"}
-    assert set(found.values()) == {"ncu is not on PATH: it comes with the CUDA toolkit, as Nsight Compute"}
+    assert order == sorted(order) and order[-1] < names.index("row_norm-layer_norm-fp32")
 
 
 def test_on_a_cpu_only_what_needs_a_gpu_is_left_out(tmp_path, monkeypatch):
@@ -309,7 +297,7 @@ def test_without_a_gpu_its_parts_say_why_they_are_skipped(tmp_path, monkeypatch)
     monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: False)
     known = plan.parts(Place(tmp_path, CPU, tests=tmp_path))
     for part_ in known:
-        if part_.name.startswith(("gpu-tests", "sanitizer", "counters")):
+        if part_.name.startswith(("gpu-tests", "sanitizer")):
             assert part_.missing == "torch sees no CUDA device"
     (gpu_only,) = [part_ for part_ in known if part_.name == "training-bert_large-24_layers-4x512"]
     assert gpu_only.missing == "full size: for a GPU"

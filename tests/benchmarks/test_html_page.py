@@ -38,7 +38,6 @@ SECTIONS = {
     ],
     "Overhead of a call": [],
     "Every measurement": [],
-    "What the kernels do on the GPU": [],
     "Installation": [],
     "What was run": [],
     "Without a number": [],
