@@ -25,7 +25,9 @@ from onetrip.command_line import BAD_USAGE, CHECK_FAILED, INTERRUPTED
 from onetrip.environment import header
 from onetrip.processes import process_group
 
-from ..measure.results import SCHEMA, UsageError, fingerprint, unwritable
+from ..measure.results import SCHEMA, UsageError, differences, unwritable
+from ..runner import describe
+from ..selection import Options
 from ..show import run_tables
 from . import EXIT_SKIPPED, gpu_tests, plan
 from .plan import Part, Place
@@ -50,7 +52,7 @@ _DEFAULT = Limits()
 
 
 class State:
-    """DIR/everything.json: the header of the run, and part -> status, seconds, reason."""
+    """DIR/everything.json: what describes the run, and part -> status, seconds, reason."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self._path, self.content = path, content
@@ -61,27 +63,12 @@ class State:
         return self.parts.get(part.name, {}).get("status")
 
     def set(self, part: Part, status: str, seconds: float, reason: str, failures: Sequence[str] = ()) -> None:
-        self.parts[part.name] = {"status": status, "seconds": round(seconds, 1), "reason": reason} | (
-            {"failures": list(failures)} if failures else {}
-        )
+        found = {"status": status, "seconds": round(seconds, 1), "reason": reason}
+        self.parts[part.name] = found | ({"failures": list(failures)} if failures else {})
         self.write()
 
     def write(self) -> None:
         html.write(self._path, json.dumps(self.content, indent=1) + "\n")
-
-
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """What has changed since the run began, so that figures of two things would stand in one table; else empty."""
-
-    def facts(content: dict[str, Any]) -> dict[str, Any]:
-        # The commit by its id alone: files of this very run may count as changes, and code tells of others.
-        return {name: content[name] for name in ("versions", "code", "quick")} | {
-            "machine": content["machine"]["id"],
-            "commit": content["commit"] and content["commit"]["id"],
-        }
-
-    was, now = facts(old), facts(new)
-    return "; ".join(f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name])
 
 
 def _say(text: str) -> None:
@@ -91,18 +78,19 @@ def _say(text: str) -> None:
 def _begin(place: Place, resume: bool, selected: bool) -> State:
     """The state to go on with."""
     path = place.output / "everything.json"
-    content = {"schema": SCHEMA, **header(place.device), "code": fingerprint(), "quick": place.quick, "parts": {}}
+    described = describe(place.device, place.quick, Options.parse(quick=place.quick).measured())
+    content = {"schema": SCHEMA, **described, "parts": {}}
     if not path.exists():
         return State(path, content)
     if not (resume or selected):
         raise UsageError(f"{path} holds a run already: --resume goes on with it, --part runs one part again")
     try:
         old = State(path, json.loads(path.read_text()))
-        difference = _difference(old.content, content)
+        different = differences(old.content, content)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not the state of a run ({type(error).__name__}: {error}): move it away") from None
-    if difference:
-        raise UsageError(f"{path} is of another run ({difference}): name another folder")
+    if different:
+        raise UsageError(f"{path} is of a run with another {', '.join(different)}: name another folder")
     return old
 
 
@@ -120,8 +108,8 @@ def _last_line(log: Path) -> str:
 
 
 def _failures(log: Path) -> list[str]:
-    """Lines that begin with FAILED, as the parts print them."""
-    found = re.findall(r"^FAILED (.+)$", log.read_text(errors="replace"), re.MULTILINE)
+    """Lines that begin with FAILED, as the parts and pytest print them, with ERROR (pytest) or with ✗ (doctor)."""
+    found = re.findall(r"^(?:FAILED|ERROR|✗) (.+)$", log.read_text(errors="replace"), re.MULTILINE)
     return [line[:500] for line in dict.fromkeys(found)][:_MOST_FAILURES]
 
 
@@ -136,7 +124,7 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
     with log.open("wb") as file:
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}  # lines of failures are not cut
         options = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "cwd": part.folder}
         code, of_part = None, allotted == limits.part_s
         try:
@@ -177,7 +165,7 @@ def run(
     """
     begun = time.monotonic()
     output = output.resolve()
-    place = Place(output, device, quick, gpu_tests.root())
+    place = Place(output, device, quick, gpu_tests.root(), header(device)["machine"]["id"])
     try:
         if not min(limits) > 0:
             raise UsageError(f"--budget and --part-limit must be greater than 0 seconds, got {min(limits):g}")

@@ -50,6 +50,12 @@ class Place:
     quick: bool = False
     tests: Path | None = None
     """The root of a source tree, whose tests can be run."""
+    machine: str = "machine"
+    """Its id: the folder in output/results that the other commands write into."""
+
+    @property
+    def results(self) -> Path:
+        return self.output / "results"
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def _suite(suite: str, place: Place) -> Iterator[Part]:
         # As globs, which mean whole ids; a plain word means any part of one.
         pattern = ",".join(f"[{case.id[0]}]{case.id[1:]}" for case in members)
         command = ["onetrip.benchmarks", f"--op={suite}", f"--only={pattern}", f"--device={place.device.type}"]
-        command += ["--resume", f"--output={place.output / 'parts' / name}", *(["--quick"] if place.quick else [])]
+        command += ["--resume", f"--output={place.results}", *(["--quick"] if place.quick else [])]
         n = len(found[suite])
         proves = f"{n} case{'s' * (n != 1)} of the suite {suite}, each checked and timed"
         yield Part(name, proves, tuple(command), "" if n else skipped[0].partition(": ")[2])
@@ -139,16 +145,15 @@ def _commands(place: Place) -> Iterator[Part]:
         ("anatomy", "where the time and the memory of a step go, predicted and measured", (f"--columns={columns}",)),
         ("methods", "which method improves speed and which saves memory", ("--resume",)),
     ):
-        name = f"{command}-{model}"
-        where = (f"--device={place.device.type}", f"--output={place.output / 'parts' / name}")
-        yield Part(name, f"{proves}: {model}", ("onetrip", command, model, *options, *where, *more))
+        where = (f"--device={place.device.type}", f"--output={place.results / place.machine}")
+        yield Part(f"{command}-{model}", f"{proves}: {model}", ("onetrip", command, model, *options, *where, *more))
 
 
 def parts(place: Place) -> list[Part]:
     """Every part, in order of worth: a run that is cut short has the most important ones."""
     ordered = [
         _own("environment", "GPU, clocks, versions, commit, measured ceilings", place),
-        _own("doctor", "a numeric check of every kernel on every device", place),
+        Part("doctor", "a numeric check of every kernel on every device", ("onetrip", "doctor")),
         *_gpu_tests(place),
         *_sanitizers(_TOOLS[:2], place),
         *(part for suite in SUITES for part in _suite(suite, place)),

@@ -2,7 +2,7 @@
 
     python -m onetrip.benchmarks.full_run.small_parts KIND DIR DEVICE
 
-Each leaves a file in DIR and prints a line that begins with FAILED for whatever is wrong.
+Each leaves files in DIR.
 """
 
 from __future__ import annotations
@@ -23,17 +23,11 @@ from onetrip.environment import header, output_of
 
 from ..measure import results
 from ..measure.timing import clock_for, summarise
-from ..selection import Options, module, runnable
 from ..show import docs_page, html_page
 
 _VARIABLES = ("CUDA", "NVIDIA", "TORCH", "PYTORCH", "TRITON", "ONETRIP", "OMP", "MKL", "XLA")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _COPY_BYTES, _MATRIX = 4 << 30, 8192
-
-
-def _write(path: Path, content: object) -> None:
-    html.write(path, json.dumps(content, indent=1) + "\n")
-    print(f"wrote {path}")
 
 
 def _ceilings(device: torch.device) -> dict[str, object]:
@@ -78,78 +72,22 @@ def environment(output: Path, device: torch.device) -> int:
     if device.type == "cuda":
         found["ceilings"] = _ceilings(device)
         print({name: round(value) for name, value in found["ceilings"].items()})
-    _write(output / "environment.json", found)
+    print(f"wrote {html.write(output / 'environment.json', json.dumps(found, indent=1) + chr(10))}")
     return 0
 
 
-def doctor(output: Path, device: torch.device) -> int:
-    """doctor.json: the self-check of every kernel."""
-    from onetrip import doctor as doctor_
-
-    found = doctor_.examine()
-    _write(output / "doctor.json", found.to_dict())
-    for check in found.checks:
-        if not check.passed:
-            print(f"FAILED {check}")
-    print(f"{sum(check.passed for check in found.checks)} of {len(found.checks)} checks passed")
-    return 0 if found.healthy else 1
-
-
-def merged(output: Path) -> results.Results:
-    """The suites of all parts, their cases in the order of the suite; what ran but is not whole is there too."""
+def report(output: Path, device: torch.device) -> int:
+    """report.md with its figures, and report.html; the parts themselves are a suite of the results."""
     state = json.loads((output / "everything.json").read_text())
-    head = {key: value for key, value in state.items() if key != "parts"}
-    device = torch.device(state["machine"]["device"])
-    found: results.Results = {}
-    for path in (path for folder in sorted(output.glob("parts/*/*")) for path in results.suite_files(folder).values()):
-        content = results.read_suite(path)
-        if content["code"] != state["code"]:
-            print(f"{path} is of other code: left out")
-            continue
-        suite = content["suite"]
-        into = found.setdefault(suite, {**content, "asked_for": ["--everything"], "cases": []})
-        into["load_average_before"] = max(into["load_average_before"] or 0.0, content["load_average_before"] or 0.0)
-        into["complete"] &= content["complete"]
-        into["cases"] += content["cases"]
-    for suite, content in found.items():
-        cases = {case["case"]: case for case in content["cases"]}
-        planned = module(suite).cases(state["quick"])
-        wanted, _ = runnable({suite: planned}, device, Options.parse())
-        order = {case.id: i for i, case in enumerate(planned)}
-        content["cases"] = sorted(cases.values(), key=lambda case: order.get(case["case"], len(order)))
-        content["complete"] &= cases.keys() >= {case.id for case in wanted[suite]}
     # What was verified stands beside what was measured.
-    verified = [{"case": name, **part} for name, part in state["parts"].items()]
-    return {**found, "everything": {**head, "suite": "everything", "cases": verified}}
-
-
-def collect(output: Path, device: torch.device) -> int:
-    """results/<machine>/<suite>.json, as they belong into benchmarks/results; report.md, its figures; report.html."""
-    found = merged(output)
-    for path in results.write(found, output / "results"):
-        print(f"wrote {path}")
-    for path in (path for kind in results.OTHERS for path in output.glob(f"parts/{kind}-*/{kind}.json")):
-        place = output / "results" / header(device)["machine"]["id"]
-        place.mkdir(parents=True, exist_ok=True)
-        print(f"wrote {shutil.copy(path, place)}")
-    recorded = results.read(output / "results")
-    docs_page.write(recorded, output / "report.md", output / "results")
+    verified = [{"case": name, **part} for name, part in state.pop("parts").items()]
+    results.write({"everything": {**state, "suite": "everything", "cases": verified}}, output / "results")
+    docs_page.write(results.read(output / "results"), output / "report.md", output / "results")
     print(f"wrote {output / 'report.md'}")
     print(f"wrote {html_page.write(output / 'results', output / 'report.html').path}")
     return 0
 
 
-KINDS: dict[str, Callable[[Path, torch.device], int]] = {
-    "environment": environment,
-    "doctor": doctor,
-    "report": collect,
-}
-
-
-def main(arguments: list[str]) -> int:
-    kind, output, device = arguments
-    return KINDS[kind](Path(output), torch.device(device))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    kind, output, device = sys.argv[1:]
+    sys.exit({"environment": environment, "report": report}[kind](Path(output), torch.device(device)))

@@ -141,7 +141,7 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """In what two runs differ that must not be mixed."""
 
     def lasting(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Store:
         done = {}
         for suite, ids in self._expected.items():
             if (previous := self._previous(suite)) is not None:
-                kept = [record for record in previous["cases"] if not own_failures(record)]
+                kept = [found for found in previous["cases"] if found["case"] not in ids or not own_failures(found)]
                 self._content(suite)["cases"] += kept
                 done[suite] = {record["case"] for record in kept} & set(ids)
         return done
@@ -194,7 +194,7 @@ class Store:
                 except ValueError as error:
                     notes.append(f"not continued: {error}")
                     continue
-                if not (different := _differences(content, self._header)):
+                if not (different := differences(content, self._header)):
                     return content
                 raise UsageError(
                     f"--resume: {path} was measured with another {', '.join(different)}: name another folder, or leave "

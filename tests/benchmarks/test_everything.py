@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.benchmarks.full_run import everything, gpu_tests, plan, small_parts
+from onetrip.benchmarks.full_run import EXIT_SKIPPED, everything, gpu_tests, plan
 from onetrip.benchmarks.full_run.everything import Limits
 from onetrip.benchmarks.full_run.plan import Part, Place
 from onetrip.benchmarks.measure.cases import selects
@@ -56,7 +56,7 @@ def test_what_became_of_each_part_is_written_down(run, tmp_path, capsys):
         fake("bad", exits(1, "FAILED kernel x: off by 3")),
         fake("broken", "raise ValueError('no such thing')"),
         fake("absent", missing="no CUDA device"),
-        fake("absent after all", exits(everything.EXIT_SKIPPED, "Device not supported")),
+        fake("absent after all", exits(EXIT_SKIPPED, "Device not supported")),
         fake("after", COUNT),
     )
     found = state(tmp_path)["parts"]
@@ -181,13 +181,14 @@ def test_a_folder_with_a_run_is_not_overwritten(run, capsys):
     assert "holds a run already: --resume goes on with it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["commit", "versions", "code", "quick"])
+@pytest.mark.parametrize("what", ["commit", "versions", "code", "measured"])
 def test_a_run_of_other_code_is_not_continued(run, tmp_path, capsys, what):
     run(fake("good"))
+    named = "choice of --quick" if what == "measured" else what
     content = state(tmp_path) | {what: {"id": "another", "modified": False} if what == "commit" else "another"}
     (tmp_path / "everything.json").write_text(json.dumps(content))
     assert run(fake("good"), resume=True) == 2
-    assert f"{what} was another" in capsys.readouterr().err
+    assert f"is of a run with another {named}" in capsys.readouterr().err
 
 
 def test_a_damaged_state_is_rejected(run, tmp_path, capsys):
@@ -309,7 +310,7 @@ def test_without_a_source_tree_the_gpu_tests_say_what_is_missing(gpu, tmp_path):
     assert "call from the root of a source tree" in why
 
 
-# Results of the parts of a suite, put together; and the command itself.
+# The command itself.
 
 
 @pytest.mark.slow
@@ -338,34 +339,6 @@ def test_real_parts_and_the_report(tmp_path):
     assert "tiny-bert" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "results" / machine / "anatomy.json").is_file()
     assert "torch" in json.loads((tmp_path / "environment.json").read_text())["packages"]
-
-
-def test_results_of_parts_are_put_together_in_the_order_of_the_suite(tmp_path):
-    head = {
-        "schema": 1,
-        "date": "d",
-        "commit": None,
-        "versions": {},
-        "machine": {"id": "m", "device": "cpu"},
-        "code": "c",
-    }
-    (tmp_path / "everything.json").write_text(
-        json.dumps({**head, "quick": False, "parts": {"doctor": {"status": "passed"}}})
-    )
-    ids = ["adam_streams-gaussian", "adam_streams-six_decades", "adam_streams-outlier"]
-    for name, case, code in (("b", ids[2], "c"), ("a", ids[0], "c"), ("old", ids[1], "another")):
-        content = {**head, "code": code, "suite": "adam_streams", "complete": True, "load_average_before": 1.0}
-        path = tmp_path / "parts" / name / "m" / "adam_streams.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({**content, "cases": [{"case": case}]}))
-    found = small_parts.merged(tmp_path)
-    assert [case["case"] for case in found["adam_streams"]["cases"]] == [ids[0], ids[2]]
-    assert not found["adam_streams"]["complete"]  # each part is, but two cases have not run
-    content = {**head, "suite": "adam_streams", "complete": True, "load_average_before": 1.0}
-    cases = [{"case": case} for case in (ids[1], "adam_streams-sparse_rows")]
-    path.write_text(json.dumps({**content, "cases": cases}))
-    assert small_parts.merged(tmp_path)["adam_streams"]["complete"]
-    assert found["everything"]["cases"] == [{"case": "doctor", "status": "passed"}]
 
 
 @pytest.mark.parametrize(

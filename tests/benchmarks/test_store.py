@@ -79,14 +79,15 @@ def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_continuing_keeps_what_was_not_asked_for_this_time(tmp_path: Path) -> None:
-    before = Store(tmp_path, HEADER, {"softmax": ["z"]})
+    before = Store(tmp_path, HEADER, {"softmax": ["y", "z"]})
+    before.add("softmax", record("y", passed=False))
     before.add("softmax", record("z"))
     before.finish()
     later = store(tmp_path, LATER)
     assert later.resume() == {"softmax": set()}
     later.add("softmax", record("a"))
     later.finish()
-    assert cases(tmp_path / "test/softmax.json") == ["z", "a"]
+    assert cases(tmp_path / "test/softmax.json") == ["y", "z", "a"]
 
 
 @pytest.mark.parametrize(
