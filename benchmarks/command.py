@@ -261,10 +261,10 @@ def compare(
     except UsageError as error:
         _reject(str(error))
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=1))
+        typer.echo(json.dumps(found, indent=1))
     else:
         compare_.print_comparison(found, everything)
-    if fail_on_slower and (found.summary["slower"] or found.lost):
+    if fail_on_slower and (found["summary"]["slower"] or found["lost"]):
         raise typer.Exit(CHECK_FAILED)
 
 
