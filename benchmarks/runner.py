@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from onetrip.environment import header, load_average
@@ -27,49 +26,6 @@ _SPEED_OF_LAST_S = 3600.0
 """The rest is estimated from what the last cases took."""
 
 
-class Reporter:
-    """Shows how far a run is: a bar on a terminal, elsewhere a line for each case. silent: shows nothing.
-
-    weights: of every case, in any unit of time; only their ratios matter.
-    """
-
-    def __init__(
-        self, weights: Mapping[str, float], stream: TextIO, silent: bool = False, now: Callable[[], float] | None = None
-    ) -> None:
-        self._weights, self._silent, self._n_ended = weights, silent, 0
-        self.console = Console(file=stream)
-        self._bar = Progress(
-            *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn()),
-            console=self.console,
-            disable=silent or not self.console.is_terminal,
-            speed_estimate_period=_SPEED_OF_LAST_S,
-            get_time=now,
-        )
-        self._task = self._bar.add_task("", total=sum(weights.values()), words="")
-
-    def __enter__(self) -> Reporter:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def start(self, case: str) -> None:
-        words = f"{self._n_ended}/{len(self._weights)}"
-        self._bar.update(self._task, description=case, words=words)
-        if not self.console.is_terminal:
-            left = self._bar.tasks[0].time_remaining
-            self.say(f"{case} ({words}{'' if left is None else f', about {timedelta(seconds=left)} left'})")
-
-    def end(self, case: str) -> None:
-        self._n_ended += 1
-        self._bar.advance(self._task, self._weights[case])
-
-    def say(self, line: str) -> None:
-        if not self._silent:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 @dataclass
 class Found:
     results: Results
@@ -83,13 +39,13 @@ def _weight(case: Named) -> float:
     return _FULL_CASE if getattr(case, "full", True) else _WIDTH_CASE
 
 
-def _measure(suite: str, case: Named, session: Session, store: Store, reporter: Reporter) -> str:
+def _measure(suite: str, case: Named, session: Session, store: Store, say: Callable[[str], None]) -> str:
     """Measures a case and keeps its record; returns why the case did not pass, "" where it did."""
     rounds = Rounds()
     try:
         record = module(suite).measure(case, session._replace(rounds=rounds))
     except Skip as reason:
-        reporter.say(f"skipped {case.id}: {reason}")
+        say(f"skipped {case.id}: {reason}")
         return ""
     except Exception as error:  # the other cases are measured
         return one_line(error)
@@ -134,19 +90,29 @@ def run(
     cases = [(suite, case) for suite, case in cases if case.id not in done.get(suite, ())]
     found = Found(store.results)
     session = Session(device, options.quick, options.get("against"))
+    console = Console(file=sys.stderr)
+    has_bar = console.is_terminal and not silent
+    columns = (*map(TextColumn, ("{task.description}", "{task.fields[words]}")), BarColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=not has_bar, speed_estimate_period=_SPEED_OF_LAST_S)
+    task = bar.add_task("", total=sum(_weight(case) for _, case in cases), words="")
+
+    def say(line: str) -> None:
+        if not silent:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     # Standard output is for the results: what a library prints while it is measured goes the way of the progress.
-    with (
-        Reporter({case.id: _weight(case) for _, case in cases}, sys.stderr, silent) as reporter,
-        redirect_stdout(sys.stderr),
-    ):
+    with bar, redirect_stdout(sys.stderr):
         for note in (*store.notes, *skipped):
-            reporter.say(note)
+            say(note)
         try:
-            for suite, case in cases:
-                reporter.start(case.id)
-                if failure := _measure(suite, case, session, store, reporter):
+            for i, (suite, case) in enumerate(cases):
+                words = f"{i}/{len(cases)}"
+                bar.update(task, description=case.id, words=words)
+                if not has_bar:
+                    say(f"{case.id} ({words})")
+                if failure := _measure(suite, case, session, store, say):
                     found.failures.append(f"{case.id}: {failure}")
-                reporter.end(case.id)
+                bar.advance(task, _weight(case))
         except KeyboardInterrupt:
             found.interrupted = True
     if not found.interrupted:
