@@ -288,9 +288,9 @@ def report(
         typer.echo(f"onetrip bench report: {error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if as_json:
-        typer.echo(json.dumps(written.to_dict(), indent=1))
+        typer.echo(json.dumps(written, indent=1))
     else:
-        typer.echo(f"wrote {written.path}", err=True)
+        typer.echo(f"wrote {written['path']}", err=True)
 
 
 def bind_threads(arguments: list[str]) -> None:

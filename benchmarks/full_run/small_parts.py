@@ -84,7 +84,7 @@ def report(output: Path, device: torch.device) -> int:
     results.write({"everything": {**state, "suite": "everything", "cases": verified}}, output / "results")
     docs_page.write(results.read(output / "results"), output / "report.md", output / "results")
     print(f"wrote {output / 'report.md'}")
-    print(f"wrote {html_page.write(output / 'results', output / 'report.html').path}")
+    print(f"wrote {html_page.write(output / 'results', output / 'report.html')['path']}")
     return 0
 
 

@@ -24,7 +24,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
     folder = tmp_path_factory.mktemp("page")
     results.write(every_suite(), folder / "results")
     written = html_page.write(folder / "results", folder / "page.html")
-    with browser.Browser(written.path, folder / "profile") as opened:
+    with browser.Browser(Path(written["path"]), folder / "profile") as opened:
         yield opened
 
 
