@@ -115,14 +115,14 @@ def _suites_of(ops: tuple[str, ...]) -> list[str]:
     """The suites in which the names are, no more of them loaded than it takes to find all."""
     if not ops:
         return list(SUITES)
-    missing, known, found = set(ops) - set(SUITES), list(SUITES), [name for name in SUITES if name in ops]
-    for suite in SUITES:
-        # An operator is measured in its own suite; its overhead is a suite by itself, and asked for by name.
+    missing, known, found = set(ops) - set(SUITES), list(SUITES), set(ops) & set(SUITES)
+    # An operator is measured in its own suite; its overhead is a suite by itself, and asked for by name.
+    for suite in (suite for suite in SUITES if suite != "overhead"):
         if not missing:
             break
-        names = [word for name in operators(suite) for word in (_stem(name), name)] if suite != "overhead" else []
+        names = [word for name in operators(suite) for word in (_stem(name), name)]
         if missing & set(names):
-            found.append(suite)
+            found.add(suite)
         missing -= set(names)
         known += names
     if missing:
@@ -206,16 +206,14 @@ def listing(device: torch.device) -> dict[str, Any]:
     own = own_provider(device).name
     measured = [(name, provider, "") for name, found in PROVIDERS.items() for provider in found]
     measured += [(provider.key, provider, "a step of Adam") for provider in OPTIMIZERS]
-    providers = {
-        provider.name: {
+    providers = {}
+    for name, provider, note in measured:
+        note += "; always measured" * (name == "onetrip")
+        providers[provider.name] = {
             "against": "" if name == "onetrip" else name,
             "unavailable": provider.unavailable(device),
-            "note": "what onetrip picks here; always measured"
-            if provider.name == own
-            else note + "; always measured" * (name == "onetrip"),
+            "note": "what onetrip picks here; always measured" if provider.name == own else note,
         }
-        for name, provider, note in measured
-    }
     return {"device": str(device), "suites": suites, "providers": providers}
 
 
@@ -226,16 +224,13 @@ def print_listing(found: dict[str, Any]) -> None:
     suites = []
     for name, suite in found["suites"].items():
         # Attention has one operator a length: their common stem says enough.
-        names = list(dict.fromkeys(op if not op.startswith("attention-") else "attention" for op in suite["operators"]))
+        names = dict.fromkeys(op if not op.startswith("attention-") else "attention" for op in suite["operators"])
         suites.append((name, ", ".join(names) or None, len(suite["cases"]), " ".join(suite["options"]) or None))
     providers = []
     for name, provider in found["providers"].items():
-        note = f" ({provider['note']})" if provider["note"] else ""
-        words = f"no: {provider['unavailable']}" if provider["unavailable"] else f"yes{note}"
+        available = f"yes ({provider['note']})".removesuffix(" ()")
+        words = f"no: {provider['unavailable']}" if provider["unavailable"] else available
         providers.append((provider["against"] or None, name, words))
-    terminal.show(
-        [
-            Table("What is measured", ("--op: suite", "--op: operators", "cases", "takes"), suites),
-            Table(f"What it is compared with on {found['device']}", ("--against", "provider", "available"), providers),
-        ]
-    )
+    title, heads = f"What it is compared with on {found['device']}", ("--against", "provider", "available")
+    of_suites = Table("What is measured", ("--op: suite", "--op: operators", "cases", "takes"), suites)
+    terminal.show([of_suites, Table(title, heads, providers)])
