@@ -22,7 +22,6 @@ _SECTIONS = {
     "targets": "Targets",
     "speed-ups": "Speed-up over torch eager",
     "widths": "Bandwidth against width",
-    "memory": "Memory",
     "attention": "Attention and SDPA",
     "training": "Training steps",
     "optimizers": "Optimizers",

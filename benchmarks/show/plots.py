@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .tables import BOTH, Cases, attention_length, by_dtype_and_dropout, providers, three_digits
+from .tables import BOTH, Cases, attention_length, by_dtype_and_dropout, providers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -128,45 +128,6 @@ def speed_ups(cases: Cases) -> Canvas:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     axes.set_xlabel("width of a row")
-    return drawn
-
-
-def _entries(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return case["steps"] if "steps" in case else {entry["name"]: entry for entry in case["providers"]}
-
-
-def _title(case: dict[str, Any]) -> str:
-    size = ("n_rows", "n_cols") if "n_rows" in case else ("batch_size", "sequence_length")
-    words = [case.get("operator") or case["model"], case.get("dtype", "fp32")]
-    return ", ".join([*words, " x ".join(f"{case[name]:,}" for name in size if name in case)]).removesuffix(", ")
-
-
-def bars(cases: Cases, values: Callable[[dict[str, Any]], Sequence[float]], label: str) -> Canvas:
-    """A panel a case, a row for each provider or step that has values: horizontal bars, each paler than the one above
-    it, with their numbers."""
-    n_rows = math.ceil(len(cases) / 2)
-    most = max(len(_entries(case)) for case in cases)
-    drawn = canvas(10.5, n_rows * (0.75 + 0.34 * most) + 0.4)
-    colour = colours(name for case in cases for name in _entries(case))
-    grid = drawn.subplots(n_rows, min(2, len(cases)), squeeze=False)
-    for axes in grid.flat[len(cases) :]:
-        axes.set_axis_off()
-    for axes, case in zip(grid.flat, cases, strict=False):
-        rows = {name: found for name, entry in _entries(case).items() if (found := values(entry))}
-        for row, (name, found) in enumerate(rows.items()):
-            height = 0.75 / len(found)
-            for i, value in enumerate(found):
-                place = row + height * (i - (len(found) - 1) / 2)
-                axes.barh(place, value, height=height, color=colour[name], alpha=1.0 - 0.6 * i / len(found))
-                text = three_digits(value)
-                axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=7)
-        axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.12)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set_title(_title(case), fontsize=9)
-    drawn.supxlabel(label, fontsize=9)
     return drawn
 
 
