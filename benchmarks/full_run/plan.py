@@ -152,7 +152,7 @@ def _commands(place: Place) -> Iterator[Part]:
 def parts(place: Place) -> list[Part]:
     """Every part, in order of worth: a run that is cut short has the most important ones."""
     ordered = [
-        _own("environment", "GPU, clocks, versions, commit, measured ceilings", place),
+        _own("environment", "GPU, clocks, versions, commit", place),
         Part("doctor", "a numeric check of every kernel on every device", ("onetrip", "doctor")),
         *_gpu_tests(place),
         *_sanitizers(_TOOLS[:2], place),

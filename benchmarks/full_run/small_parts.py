@@ -13,47 +13,23 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from onetrip import html
 from onetrip.environment import header, output_of
 
 from ..measure import results
-from ..measure.timing import clock_for, summarise
 from ..show import docs_page, html_page
 
 _VARIABLES = ("CUDA", "NVIDIA", "TORCH", "PYTORCH", "TRITON", "ONETRIP", "OMP", "MKL", "XLA")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-_COPY_BYTES, _MATRIX = 4 << 30, 8192
-
-
-def _ceilings(device: torch.device) -> dict[str, object]:
-    """What this GPU reaches: a copy of random data, bytes read and written; a product of random bf16 matrices."""
-    clock = clock_for(device)
-    n = min(_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4) // 2
-    source = torch.randn(n, device=device, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(_MATRIX, _MATRIX, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def median_ms(function: Callable[[], object]) -> float:
-        samples = [clock.time(function)[0] for _ in range(13)]
-        return float(summarise(samples[3:], "ms")["median_ms"])
-
-    return {
-        "copy_gb_per_s": 2 * source.nbytes / median_ms(lambda: target.copy_(source)) / 1e6,
-        "copy_bytes": source.nbytes,
-        "bf16_matmul_tflop_per_s": 2 * _MATRIX**3 / median_ms(lambda: a @ b) / 1e9,
-        "bf16_matmul_size": _MATRIX,
-    }
 
 
 def environment(output: Path, device: torch.device) -> int:
     """environment.json: enough to set the machine up again, or to doubt its figures."""
     distributions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
-    found: dict[str, Any] = {
+    found = {
         **header(device),
         "platform": platform.platform(),
         "nvidia_smi": output_of("nvidia-smi"),
@@ -69,9 +45,6 @@ def environment(output: Path, device: torch.device) -> int:
         "packages": dict(sorted(distributions.items())),
         "torch_config": torch.__config__.show(),
     }
-    if device.type == "cuda":
-        found["ceilings"] = _ceilings(device)
-        print({name: round(value) for name, value in found["ceilings"].items()})
     print(f"wrote {html.write(output / 'environment.json', json.dumps(found, indent=1) + chr(10))}")
     return 0
 
