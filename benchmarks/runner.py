@@ -102,7 +102,7 @@ def run(
 
     # Standard output is for the results: what a library prints while it is measured goes the way of the progress.
     with bar, redirect_stdout(sys.stderr):
-        for note in (*store.notes, *skipped):
+        for note in skipped:
             say(note)
         try:
             for i, (suite, case) in enumerate(cases):

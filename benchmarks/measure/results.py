@@ -169,8 +169,6 @@ class Store:
         self._header = header
         self._expected = expected
         self.results: Results = {}
-        self.notes: list[str] = []
-        """Why results that were there before are not continued."""
 
     def resume(self) -> dict[str, set[str]]:
         """Takes over what the same code has measured in the same way on the same machine; gives the ids of the cases
@@ -184,24 +182,21 @@ class Store:
         return done
 
     def _previous(self, suite: str) -> dict[str, Any] | None:
-        """What the same run left of a suite. Raises UsageError for what another run left; self.notes names files that
-        are no records."""
-        notes = []
-        for path in [] if self._folder is None else [self._folder / (suite + end) for end in (PARTIAL, ".json")]:
-            if path.exists():
-                try:
-                    content = read_suite(path)
-                except ValueError as error:
-                    notes.append(f"not continued: {error}")
-                    continue
-                if not (different := differences(content, self._header)):
-                    return content
-                raise UsageError(
-                    f"--resume: {path} was measured with another {', '.join(different)}: name another folder, or leave "
-                    "out --resume to replace it"
-                )
-        self.notes += notes
-        return None
+        """What the same run left of a suite. Raises UsageError for a file of another run, or one that is no record."""
+        ends = (PARTIAL, ".json") if self._folder is not None else ()
+        path = next((path for end in ends if (path := self._folder / (suite + end)).exists()), None)
+        if path is None:
+            return None
+        try:
+            content = read_suite(path)
+        except ValueError as error:
+            raise UsageError(f"--resume: {error}") from None
+        if different := differences(content, self._header):
+            raise UsageError(
+                f"--resume: {path} was measured with another {', '.join(different)}: name another folder, or leave "
+                "out --resume to replace it"
+            )
+        return content
 
     def _content(self, suite: str) -> dict[str, Any]:
         fresh = {"schema": SCHEMA, "suite": suite, **self._header, "complete": False, "cases": []}
