@@ -102,14 +102,9 @@ def _choose(known: Sequence[Part], wanted: Sequence[str] | None) -> list[Part]:
     return [p for p in known if not wanted or p.always or any(fnmatch.fnmatchcase(p.name, each) for each in wanted)]
 
 
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
-
-
-def _failures(log: Path) -> list[str]:
+def _failures(printed: str) -> list[str]:
     """Lines that begin with FAILED, as the parts and pytest print them, with ERROR (pytest) or with ✗ (doctor)."""
-    found = re.findall(r"^(?:FAILED|ERROR|✗) (.+)$", log.read_text(errors="replace"), re.MULTILINE)
+    found = re.findall(r"^(?:FAILED|ERROR|✗) (.+)$", printed, re.MULTILINE)
     return [line[:500] for line in dict.fromkeys(found)][:_MOST_FAILURES]
 
 
@@ -120,13 +115,12 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
     log = place.output / "logs" / f"{part.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", *part.command]
-    start = time.monotonic()
+    start, code = time.monotonic(), None
     with log.open("wb") as file:
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}  # lines of failures are not cut
         options = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "cwd": part.folder}
-        code, of_part = None, allotted == limits.part_s
         try:
             # SIGINT, as Ctrl-C: what is done is kept.
             with process_group(command, signal.SIGINT, _PATIENCE_S, env=environment, **options) as process:
@@ -136,17 +130,20 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
         except KeyboardInterrupt:
             state.set(part, UNFINISHED, time.monotonic() - start, "interrupted")
             raise
-    seconds, failures = time.monotonic() - start, _failures(log)
+    seconds, printed = time.monotonic() - start, log.read_text(errors="replace")
+    last_line, failures = printed.rstrip().rpartition("\n")[2].strip()[:300], _failures(printed)
     if code == 0:
         state.set(part, PASSED, seconds, "")
     elif code == EXIT_SKIPPED:
-        state.set(part, SKIPPED, seconds, _last_line(log))
-    elif code is None:
-        words = f"stopped after {seconds:.0f} s{', longer than --part-limit' * of_part}: {_last_line(log)}"
-        state.set(part, FAILED if of_part else UNFINISHED, seconds, words, failures)
-    else:
-        words = f"{len(failures)} failed" if failures else f"exit code {code}: {_last_line(log)}"
+        state.set(part, SKIPPED, seconds, last_line)
+    elif code is not None:
+        words = f"{len(failures)} failed" if failures else f"exit code {code}: {last_line}"
         state.set(part, FAILED, seconds, words, failures)
+    elif allotted == limits.part_s:
+        words = f"stopped after {seconds:.0f} s, longer than --part-limit: {last_line}"
+        state.set(part, FAILED, seconds, words, failures)
+    else:
+        state.set(part, UNFINISHED, seconds, f"stopped after {seconds:.0f} s: {last_line}", failures)
 
 
 def run(
