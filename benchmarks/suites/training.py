@@ -204,14 +204,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def loss_without_dropout(self) -> float:
-        """All variants compute the same function then. Of what is timed: compiled where that is, which a change of
-        dropout would compile again; else in training, where linear_cross_entropy has its effect."""
-        if self._call is not self.model:
-            self.model.eval()
-            with torch.no_grad(), self._precision():
-                loss = self._call(**self.batch).loss.item()
-            self.model.train()
-            return loss
+        """All variants compute the same function then. In training, where linear_cross_entropy has its effect."""
         dropouts = {module: module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)}
         for module in dropouts:
             module.p = 0.0
@@ -219,10 +212,6 @@ class Trainer:
         for module, p in dropouts.items():
             module.p = p
         return loss
-
-    def held_bytes(self) -> int:
-        """Bytes of weights, buffers and optimizer states."""
-        return storage_bytes([*self.parameters, *self.model.buffers()]) + optimizer_state_bytes(self.optimizer)
 
     def matrix_products_ms(self) -> float:
         """Milliseconds of matrix products in one forward and backward, in the calling thread."""
@@ -240,7 +229,9 @@ class Trainer:
 
     def memory(self) -> dict[str, int]:
         saved = saved_bytes(self.forward, excluded=self.parameters)
-        peak, held = peak_bytes(self.step, self._device), self.held_bytes()
+        peak = peak_bytes(self.step, self._device)
+        # Weights, buffers and optimizer states.
+        held = storage_bytes([*self.parameters, *self.model.buffers()]) + optimizer_state_bytes(self.optimizer)
         return {"saved_bytes": saved, "peak_bytes": peak, "held_bytes": held, "training_bytes": held + peak}
 
 
