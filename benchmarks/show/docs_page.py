@@ -9,7 +9,7 @@ from onetrip import html
 from onetrip.html import Table
 
 from ..measure.results import RECORDED, Results
-from . import figures
+from . import plots
 from .tables import every, provenance
 
 TEMPLATE = Path(__file__).with_name("benchmarks.md.j2")
@@ -44,7 +44,7 @@ def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
                 "id": name,
                 "provenance": provenance({**results, **trained}),
                 "tables": [(table, markdown(table)) for table in shown],
-                "figures": figures.of_docs(results),
+                "figures": list(plots.drawings(results)),
             }
         )
     return environment.from_string(TEMPLATE.read_text()).render(machines=machines)
@@ -53,4 +53,4 @@ def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
 def write(recorded: dict[str, Results], path: Path, folder: Path = RECORDED) -> None:
     html.write(path, render(recorded, folder))
     for machine, results in recorded.items():
-        figures.draw(machine, results, path.parent)
+        plots.draw(machine, results, path.parent)

@@ -15,7 +15,7 @@ from onetrip.html import Section, Table
 from ..measure.results import OPERATOR_SUITES, OTHERS, RECORDED, Results, UsageError
 from ..measure.results import read as read_machines
 from . import tables, targets
-from .figures import drawings
+from .plots import drawings
 
 _TITLE = "onetrip: measurements"
 _SECTIONS = {

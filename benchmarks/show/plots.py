@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..measure.results import OPERATOR_SUITES, Results
 from . import targets
-from .tables import BOTH, Cases, attention_length, by_dtype_and_dropout, providers
+from .tables import Cases, of_every_width, providers, width_series
+from .tables import cases as cases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -51,19 +56,10 @@ def legend(drawn: Canvas) -> None:
     drawn.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(5, len(found) or 1), frameon=False)
 
 
-def plain_ticks(axis: Any, ticks: Sequence[float] | None = None) -> None:
-    """Numbers as they are read, not powers of ten; ticks: those and no others."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
-
-    if ticks is not None:
-        axis.set_major_locator(FixedLocator(list(ticks)))
-        axis.set_minor_locator(FixedLocator([]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
 def widths(cases: Cases) -> Canvas:
     """GB/s and share of the copy limit against width, forward and backward; band: 20th to 80th percentile."""
+    from matplotlib.ticker import NullLocator
+
     drawn = canvas(10.5, 6.4)
     colour = colours(providers(cases))
     axes = drawn.subplots(2, 2, sharex=True, sharey="row")
@@ -93,7 +89,9 @@ def widths(cases: Cases) -> Canvas:
         bottom.set(xlabel="width of a row", ylim=(0, None))
         for each in (top, bottom):
             each.grid(True, linewidth=0.5)
-            plain_ticks(each.xaxis, ticks)
+            # Numbers as they are read, not powers of ten.
+            each.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
+            each.xaxis.set_minor_locator(NullLocator())
             each.tick_params(axis="x", labelrotation=45)
     axes[0][0].set_ylabel("GB/s")
     axes[1][0].set_ylabel("% of a copy's GB/s")
@@ -131,31 +129,6 @@ def speed_ups(cases: Cases) -> Canvas:
     return drawn
 
 
-def attention(cases: Cases) -> Canvas:
-    """Forward and backward in milliseconds against the length, a panel for each dtype and dropout."""
-    panels = by_dtype_and_dropout(cases)
-    drawn = canvas(5.25 * len(panels), 4.4)
-    colour = colours(providers(cases))
-    for axes, ((dtype, dropout_p), members) in zip(
-        drawn.subplots(1, len(panels), squeeze=False).flat, panels, strict=True
-    ):
-        for name in providers(members):
-            found = sorted(
-                (attention_length(case), entry[BOTH]["median_ms"])
-                for case in members
-                if BOTH in (entry := targets.provider(case, name))
-            )
-            if found:
-                axes.plot(*zip(*found, strict=True), label=name, color=colour[name], marker="o", markersize=4)
-        title = f"{dtype}, dropout {dropout_p:g}"
-        axes.set(title=title, xlabel="tokens", ylabel="forward + backward, ms", xscale="log", yscale="log")
-        plain_ticks(axes.xaxis, sorted({attention_length(case) for case in members}))
-        plain_ticks(axes.yaxis)
-        axes.grid(True, linewidth=0.5)
-    legend(drawn)
-    return drawn
-
-
 def language_model(cases: Cases) -> Canvas:
     """Training loss with every optimizer: the mean of the seeds, and the range of them."""
     drawn = canvas(8, 4.5)
@@ -187,3 +160,47 @@ def streams(cases: Cases) -> Canvas:
         axes.grid(True, linewidth=0.5)
     drawn.axes[0].legend(fontsize="small", frameon=False)
     return drawn
+
+
+@dataclass(frozen=True)
+class Drawing:
+    topic: str
+    """The section of the page that it stands in."""
+    name: str
+    """Name of its file, without an extension."""
+    title: str
+    plot: Callable[[], Canvas]
+    note: str = ""
+
+
+def drawings(results: Results) -> Iterator[Drawing]:
+    """The figures of one machine's results: curves, and speed-ups by colour. A number or two of a provider stand in
+    tables."""
+    for (operator, dtype), members in width_series(of_every_width(results)).items():
+        if dtype == "fp32":
+            yield Drawing(
+                "widths",
+                f"width-{operator}-{dtype}",
+                f"{operator}, {dtype}: bandwidth against width",
+                partial(widths, members),
+                "GB/s: the least bytes that the pass must move over its median time; bands: 20th to 80th percentile. "
+                "Dashed: what a copy of a tensor of that size reached in the same rounds.",
+            )
+    faster = "torch eager's median over onetrip's: above 1 onetrip is faster (blue), below 1 slower (red)."
+    bound = "The largest update of every gradient stream; dotted: the bound of exact Adam"
+    loss = "Training loss with each optimizer, mean and range of the seeds"
+    if operators := cases_of(results, *OPERATOR_SUITES):
+        title = "How many times faster than torch eager"
+        yield Drawing("speed-ups", "speed_up", title, partial(speed_ups, operators), faster)
+    if found := cases_of(results, "adam_streams"):
+        yield Drawing("optimizers", "adam_streams", bound, partial(streams, found))
+    if found := cases_of(results, "adam_training"):
+        yield Drawing("optimizers", "adam_training", loss, partial(language_model, found))
+
+
+def draw(machine: str, results: Results, docs: Path) -> None:
+    """Writes docs/figures/<machine>/<name>.png."""
+    folder = docs / "figures" / machine
+    for drawing in drawings(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        drawing.plot().savefig(folder / f"{drawing.name}.png", dpi=110, metadata={"Software": None})

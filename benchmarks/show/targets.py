@@ -231,7 +231,10 @@ _F, _B, _FB = "forward", "backward", "forward_backward"
 _BLOCK, _SUBLAYER = "bias_dropout_residual_layer_norm", "bias + dropout + residual + LayerNorm"
 _SCORES, _ATTENTION = "scale_mask_softmax_dropout", "scale + mask + softmax + dropout, 8 x 16 x 512 x 512"
 _LINEAR = "linear_cross_entropy"
+_SHAPE = 8 * 16 * 512, 512
 _WARM = "warm, every shape and dtype"
+_STATE_BYTES = _adam_figure("state_bytes_per_parameter")
+_BERT_EAGER = "BERT-base training step, eager attention"
 _BERT_STEP = "a step of BERT-base, fp32"
 TARGETS = (
     *_at(f"{_SUBLAYER}, p = 0.1", "row_norm", f"{_BLOCK}-p0.1", (4096, 1024), (_F, "eager", 8.0), (_FB, "eager", 6.0)),
@@ -240,14 +243,9 @@ TARGETS = (
     *_worst("RMSNorm alone, widths 64 to 16,384", "torch", "row_norm", "rms_norm", forward=1.0, backward=1.0),
     *_worst(f"LayerNorm, {_WARM}", "eager", "row_norm", "warm_layer_norm", forward=1.0, backward=1.1),
     *_worst(f"{_SUBLAYER}, p = 0, {_WARM}", "eager", "row_norm", f"warm_{_BLOCK}-p0", forward=1.0, backward=1.1),
-    *_at(
-        f"{_ATTENTION}, p = 0.1",
-        "softmax",
-        f"{_SCORES}-p0.1",
-        (8 * 16 * 512, 512),
-        *((_F, "eager", 8.0), (_FB, "eager", 6.0), (_FB, "torch.compile", 4.0)),
-    ),
-    *_at(f"{_ATTENTION}, p = 0", "softmax", f"{_SCORES}-p0", (65_536, 512), (_F, "eager", 1.5), (_FB, "eager", 1.5)),
+    *_at(f"{_ATTENTION}, p = 0.1", "softmax", f"{_SCORES}-p0.1", _SHAPE, (_F, "eager", 8.0), (_FB, "eager", 6.0)),
+    *_at(f"{_ATTENTION}, p = 0.1", "softmax", f"{_SCORES}-p0.1", _SHAPE, (_FB, "torch.compile", 4.0)),
+    *_at(f"{_ATTENTION}, p = 0", "softmax", f"{_SCORES}-p0", _SHAPE, (_F, "eager", 1.5), (_FB, "eager", 1.5)),
     *_worst("softmax alone, widths 64 to 65,536", "torch", "softmax", "softmax", forward=1.0),
     *_worst(f"softmax, {_WARM}", "torch", "softmax", "warm_softmax", forward=1.0),
     *_worst("softmax alone, widths 64 to 65,536", "torch", "softmax", "softmax", backward=1.0),
@@ -276,19 +274,11 @@ TARGETS = (
     _step(_BERT_STEP, 5.0, "torch AdamW foreach", "bert_base"),
     _step(_BERT_STEP, 25.0, "bitsandbytes AdamW8bit", "bert_base"),
     _Target(f"AdamW8bit, {_BERT_STEP}: share of a copy's bandwidth", 0.6, _adam_figure("share_of_copy", "step"), ""),
-    _Target(
-        f"AdamW8bit, {_BERT_STEP}: bytes of state a parameter",
-        2.07,
-        _adam_figure("state_bytes_per_parameter"),
-        unit="",
-        at_least=False,
-    ),
+    _Target(f"AdamW8bit, {_BERT_STEP}: bytes of state a parameter", 2.07, _STATE_BYTES, "", at_least=False),
     _step("10,000 tensors of 100 elements", 7.0, ADAM_OF_TORCH, "10000_tensors_of_100"),
     _step("adapters of rank 8 for BERT-base, warm", 1.0, ADAM_OF_TORCH, "adapters_of_rank_8"),
     _Target("AdamW8bit, language model: held-out loss against torch AdamW", 0.5, _loss, "%", at_least=False),
-    _training(
-        "BERT-base training step, eager attention: unpatched / patched", 1.3, "bert_base", _FB, "eager", "patched"
-    ),
+    _training(f"{_BERT_EAGER}: unpatched / patched", 1.3, "bert_base", _FB, "eager", "patched"),
     _with_loss("BERT-base masked LM, bf16", "bert_base_mlm", 1.9),
     _with_loss("Llama-shaped 100 M, bf16", "llama_100m", 1.2),
     _with_loss("Llama-shaped 100 M, vocabulary 128,256", "llama_100m_128k", 1.0),

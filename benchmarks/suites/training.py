@@ -40,7 +40,6 @@ BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far the loss without dropout may be from the first variant's, relative to it where it is above 1."""
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
-
 _BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 _LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
 _LLAMA_100M = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
@@ -79,8 +78,6 @@ _GPU_CASES = (
     TrainingCase("gpt2", 8, 1024, 12, torch.bfloat16),
     *(TrainingCase("llama_1b", batch_size, 1024, 22, torch.bfloat16) for batch_size in (4, 12)),
 )
-
-
 _LANGUAGE_MODELS = (
     TrainingCase("bert_base_mlm", 4, 256, 12, torch.bfloat16),
     TrainingCase("llama_100m", 4, 768, 12, torch.bfloat16),
@@ -220,13 +217,6 @@ class Trainer:
         self.optimizer.zero_grad()
         return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3
 
-    def kernels_ms(self) -> float:
-        """Milliseconds of all kernels of one step, added up: where a step takes longer, the GPU waited for its host."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.step()
-            torch.cuda.synchronize(self._device)
-        return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
-
     def memory(self) -> dict[str, int]:
         saved = saved_bytes(self.forward, excluded=self.parameters)
         peak = peak_bytes(self.step, self._device)
@@ -250,13 +240,16 @@ def _batch(case: TrainingCase, head: str, config: Any, device: torch.device) -> 
 
 
 def _kernels_ms(case: TrainingCase, variant: Variant, device: torch.device) -> float:
-    """Trainer.kernels_ms."""
+    """Milliseconds of all kernels of one step, added up: where a step takes longer, the GPU waited for its host."""
     gc.collect()
     torch.cuda.empty_cache()
     trainer = Trainer(case, variant, device)
     for _ in range(WARM_UP):
         trainer.step()
-    return trainer.kernels_ms()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        trainer.step()
+        torch.cuda.synchronize(device)
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
 
 
 @dataclass
@@ -341,11 +334,10 @@ def measure(case: TrainingCase, session: Session) -> Record:
             with ProcessPoolExecutor(1, get_context("spawn")) as process:
                 for variant in (each for each in variants if each.name in found.steps):
                     try:
-                        ms = process.submit(_kernels_ms, case, variant, device).result()
+                        kernels_ms = process.submit(_kernels_ms, case, variant, device).result()
+                        found.steps[variant.name]["kernels_ms"] = kernels_ms
                     except Exception as error:  # the times are measured already
                         print(f"{case.id}, {variant.name}: no time of kernels: {one_line(error)}", file=sys.stderr)
-                    else:
-                        found.steps[variant.name]["kernels_ms"] = ms
 
     session.rounds(run, 1)
     return {
