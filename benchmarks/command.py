@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from .measure.cases import Named
-    from .selection import Options
+    from .runner import Options
 
 _MEASURES_NOTHING = {"--everything", "compare", "report", "--list", "--render", "--help"}
 
@@ -90,7 +90,7 @@ def _render() -> None:
 
 def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
     from .measure.side_by_side import shortage
-    from .selection import select
+    from .runner import select
 
     selected = select(options)
     if options.get("shape"):
@@ -188,22 +188,20 @@ def bench(
         return
     from onetrip.environment import checkout, header
 
+    from . import runner
     from .measure.results import RECORDED, unwritable
-    from .selection import Options
 
     chosen = _device(device)
     _hold_kernels()
     if list_:
-        from . import selection
-
-        found = selection.listing(chosen)
-        typer.echo(json.dumps(found, indent=1)) if as_json else selection.print_listing(found)
+        found = runner.listing(chosen)
+        typer.echo(json.dumps(found, indent=1)) if as_json else runner.print_listing(found)
         return
     if render:
         _render()
         return
     with _rejecting():
-        options = Options.parse(only, quick, op=op, dtype=dtype, shape=shape, against=against, **{"pass": which})
+        options = runner.Options.parse(only, quick, op=op, dtype=dtype, shape=shape, against=against, **{"pass": which})
         if everything:
             if options.values or only is not None:
                 _reject(f"--everything takes no {options.words[-1]}: --part names what to run")

@@ -26,8 +26,7 @@ from onetrip.environment import header
 from onetrip.processes import process_group
 
 from ..measure.results import SCHEMA, UsageError, differences, unwritable
-from ..runner import describe
-from ..selection import Options
+from ..runner import Options, describe
 from ..show import run_tables
 from . import EXIT_SKIPPED, gpu_tests, plan
 from .plan import Part, Place

@@ -13,7 +13,7 @@ from onetrip.ops.common.backends import FAMILIES, unavailable_reason
 
 from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Case, Named, gpu_shapes
 from ..measure.results import SUITES
-from ..selection import Options, module, runnable
+from ..runner import Options, module, runnable
 from . import gpu_tests
 
 _FOLDER = "onetrip.benchmarks.full_run"

@@ -15,7 +15,7 @@ import torch
 from onetrip.benchmarks import runner
 from onetrip.benchmarks.command import app
 from onetrip.benchmarks.measure.cases import Session, Skip
-from onetrip.benchmarks.selection import Options
+from onetrip.benchmarks.runner import Options
 from onetrip.cli import app as onetrip
 from onetrip.environment import header
 from typer.testing import CliRunner, Result

@@ -20,7 +20,7 @@ from onetrip.benchmarks.full_run.everything import Limits
 from onetrip.benchmarks.full_run.plan import Part, Place
 from onetrip.benchmarks.measure.cases import selects
 from onetrip.benchmarks.measure.results import SUITES
-from onetrip.benchmarks.selection import module
+from onetrip.benchmarks.runner import module
 
 CPU = torch.device("cpu")
 COUNT = "open('ran', 'a').write('x')"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from onetrip.benchmarks.measure.cases import PASSES, Operator, selects
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
-from onetrip.benchmarks.selection import Options, runnable
+from onetrip.benchmarks.runner import Options, runnable
 from onetrip.benchmarks.show import targets
 from onetrip.benchmarks.suites import attention, overhead, row_norm, softmax
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from onetrip.benchmarks.measure.providers import AGAINST
 from onetrip.benchmarks.measure.results import SUITES, UsageError
-from onetrip.benchmarks.selection import TAKES, Options, select
+from onetrip.benchmarks.runner import TAKES, Options, select
 from onetrip.benchmarks.suites.optimizers import PROVIDERS
 
 
@@ -117,7 +117,7 @@ def test_options_keep_the_words_of_the_command_line() -> None:
 def test_an_operator_loads_no_other_suite() -> None:
     code = """
 import sys
-from onetrip.benchmarks.selection import Options, select
+from onetrip.benchmarks.runner import Options, select
 select(Options.parse(op=["layer_norm"], quick=True))
 print([name for name in sys.modules if name.startswith("onetrip.benchmarks.suites.")])
 """
