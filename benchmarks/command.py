@@ -244,6 +244,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """What became faster or slower from one recorded run to another, beyond noise."""
+    from onetrip import terminal
+
     from .show import compare as compare_
 
     with _rejecting():
@@ -251,7 +253,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        compare_.print_comparison(found, everything)
+        terminal.show(compare_.parts(found, everything))
     if fail_on_slower and (found["summary"]["slower"] or found["lost"]):
         raise typer.Exit(CHECK_FAILED)
 

@@ -341,5 +341,5 @@ def run(
             found.interrupted = True
     if not found.interrupted:
         store.finish()
-    found.paths = store.paths()
+    found.paths = list(store.paths.values())
     return found

@@ -53,10 +53,6 @@ class Place:
     machine: str = "machine"
     """Its id: the folder in output/results that the other commands write into."""
 
-    @property
-    def results(self) -> Path:
-        return self.output / "results"
-
 
 @dataclass(frozen=True)
 class Part:
@@ -131,7 +127,7 @@ def _suite(suite: str, place: Place) -> Iterator[Part]:
         # As globs, which mean whole ids; a plain word means any part of one.
         pattern = ",".join(f"[{case.id[0]}]{case.id[1:]}" for case in members)
         command = ["onetrip.benchmarks", f"--op={suite}", f"--only={pattern}", f"--device={place.device.type}"]
-        command += ["--resume", f"--output={place.results}", *(["--quick"] if place.quick else [])]
+        command += ["--resume", f"--output={place.output / 'results'}", *(["--quick"] if place.quick else [])]
         n = len(found[suite])
         proves = f"{n} case{'s' * (n != 1)} of the suite {suite}, each checked and timed"
         yield Part(name, proves, tuple(command), "" if n else skipped[0].partition(": ")[2])
@@ -145,7 +141,7 @@ def _commands(place: Place) -> Iterator[Part]:
         ("anatomy", "where the time and the memory of a step go, predicted and measured", (f"--columns={columns}",)),
         ("methods", "which method improves speed and which saves memory", ("--resume",)),
     ):
-        where = (f"--device={place.device.type}", f"--output={place.results / place.machine}")
+        where = (f"--device={place.device.type}", f"--output={place.output / 'results' / place.machine}")
         yield Part(f"{command}-{model}", f"{proves}: {model}", ("onetrip", command, model, *options, *where, *more))
 
 

@@ -169,6 +169,8 @@ class Store:
         self._header = header
         self._expected = expected
         self.results: Results = {}
+        self.paths: dict[str, Path] = {}
+        """The files that hold these results, by suite."""
 
     def resume(self) -> dict[str, set[str]]:
         """Takes over what the same code has measured in the same way on the same machine; gives the ids of the cases
@@ -202,11 +204,15 @@ class Store:
         fresh = {"schema": SCHEMA, "suite": suite, **self._header, "complete": False, "cases": []}
         return self.results.setdefault(suite, fresh)
 
+    def _write(self, suite: str, end: str) -> None:
+        if self._folder is not None:
+            self.paths[suite] = self._folder / (suite + end)
+            write_suite(self.paths[suite], self.results[suite])
+
     def add(self, suite: str, record: dict[str, Any]) -> None:
         content = self._content(suite)
         content["cases"] = [other for other in content["cases"] if other["case"] != record["case"]] + [record]
-        if self._folder is not None:
-            write_suite(self._folder / (suite + PARTIAL), content)
+        self._write(suite, PARTIAL)
 
     def finish(self) -> None:
         """The run came to its end."""
@@ -214,14 +220,6 @@ class Store:
             content["complete"] = True
             order = {case: position for position, case in enumerate(self._expected.get(suite, ()))}
             content["cases"].sort(key=lambda record: order.get(record["case"], -1))
+            self._write(suite, ".json")
             if self._folder is not None:
-                write_suite(self._folder / f"{suite}.json", content)
                 (self._folder / (suite + PARTIAL)).unlink(missing_ok=True)
-
-    def paths(self) -> list[Path]:
-        """The files that hold these results."""
-        if self._folder is None:
-            return []
-        ends = {suite: ".json" if content["complete"] else PARTIAL for suite, content in self.results.items()}
-        paths = [self._folder / (suite + end) for suite, end in ends.items()]
-        return [path for path in paths if path.exists()]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onetrip import terminal
 from onetrip.html import Cell, Entry, Table
 
 from ..measure.results import UsageError, failures, read, read_suite
@@ -143,12 +142,8 @@ def compare(before: Path, after: Path) -> Comparison:
     }
 
 
-def print_comparison(found: Comparison, everything: bool = False) -> None:
+def parts(found: Comparison, everything: bool = False) -> Iterator[str | Table]:
     """What changed as a table, the most first, and a summary. everything: what did not change too."""
-    terminal.show(_parts(found, everything))
-
-
-def _parts(found: Comparison, everything: bool) -> Iterator[str | Table]:
     shown = [change for change in found["changes"] if everything or change["verdict"] != "same"]
     shown.sort(key=lambda change: max(change["ratio"], 1 / change["ratio"]), reverse=True)
     if shown:

@@ -36,17 +36,11 @@ def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
     )
     machines = []
     for name, results in recorded.items():
-        files = sorted((folder / name).glob("methods*.json"))  # left by `onetrip methods --output`
-        trained = {path.stem: json.loads(path.read_text()) for path in files}
+        # Left by `onetrip methods --output`.
+        trained = {path.stem: json.loads(path.read_text()) for path in sorted((folder / name).glob("methods*.json"))}
         shown = [*every(results), *(table for result in trained.values() for table in methods.tables(result))]
-        machines.append(
-            {
-                "id": name,
-                "provenance": provenance({**results, **trained}),
-                "tables": [(table, markdown(table)) for table in shown],
-                "figures": list(plots.drawings(results)),
-            }
-        )
+        machine = {"id": name, "provenance": provenance({**results, **trained}), "figures": [*plots.drawings(results)]}
+        machines.append({**machine, "tables": [(table, markdown(table)) for table in shown]})
     return environment.from_string(TEMPLATE.read_text()).render(machines=machines)
 
 

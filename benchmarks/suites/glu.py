@@ -56,12 +56,8 @@ PACKED = Operator(
     between=lambda n_rows, n_cols: n_rows * n_cols // 2,
     family="glu",
 )
-OPERATORS = (
-    GLU,
-    PACKED,
-    _bias_gelu("bias_activation-gelu", 0.0),
-    _bias_gelu("bias_activation-gelu-p0.1", 0.1),
-)
+BIAS_GELU = _bias_gelu("bias_activation-gelu", 0.0), _bias_gelu("bias_activation-gelu-p0.1", 0.1)
+OPERATORS = (GLU, PACKED, *BIAS_GELU)
 
 
 def cases(quick: bool = False) -> list[Case]:

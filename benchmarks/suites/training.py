@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
@@ -179,15 +179,9 @@ class Trainer:
             torch._dynamo.reset()
             self._call = torch.compile(self.model, dynamic=False)
 
-    def _precision(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._dtype == torch.float32 else torch.autocast(self._device.type, self._dtype)
-
     def forward(self) -> Tensor:
-        with self._precision():
+        with nullcontext() if self._dtype == torch.float32 else torch.autocast(self._device.type, self._dtype):
             return self._call(**self.batch).loss
-
-    def forward_backward(self) -> None:
-        self.forward().backward()
 
     def step(self, mark: Callable[[], None] = lambda: None) -> None:
         """mark: called before each phase and at the end. Leaves no gradients: other trainers may need their memory."""
@@ -213,7 +207,7 @@ class Trainer:
     def matrix_products_ms(self) -> float:
         """Milliseconds of matrix products in one forward and backward, in the calling thread."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            self.forward_backward()
+            self.forward().backward()
         self.optimizer.zero_grad()
         return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3
 

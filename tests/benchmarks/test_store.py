@@ -41,11 +41,11 @@ def test_every_case_is_on_disk_when_the_next_one_starts(tmp_path: Path) -> None:
     for case, expected in (("a", ["a"]), ("b", ["a", "b"])):
         running.add("softmax", record(case))
         assert cases(tmp_path / "test/softmax.partial.json") == expected
-    assert running.paths() == [tmp_path / "test/softmax.partial.json"]
+    assert running.paths == {"softmax": tmp_path / "test/softmax.partial.json"}
     assert results.read(tmp_path)["test"]["softmax"]["complete"] is False  # of a run that was cut there is a report too
     running.finish()
     assert results.read(tmp_path)["test"]["softmax"]["complete"] is True
-    assert running.paths() == [tmp_path / "test/softmax.json"]
+    assert running.paths == {"softmax": tmp_path / "test/softmax.json"}
     assert files(tmp_path) == ["test/softmax.json"]
 
 
@@ -145,7 +145,7 @@ def test_without_a_folder_nothing_is_written() -> None:
     running = store(None)
     running.add("softmax", record("a"))
     running.finish()
-    assert running.paths() == []
+    assert running.paths == {}
     assert running.results["softmax"]["cases"] == [record("a")]
 
 
