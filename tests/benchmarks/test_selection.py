@@ -128,7 +128,4 @@ print([name for name in sys.modules if name.startswith("onetrip.benchmarks.suite
 def test_every_library_of_an_optimizer_can_be_asked_for() -> None:
     keys = {provider.key for provider in PROVIDERS} - {"onetrip"}
     assert keys == set(TAKES["adam"]["against"]) and keys <= set(AGAINST)
-
-
-def test_suites_that_take_options_exist() -> None:
     assert set(TAKES) <= set(SUITES)

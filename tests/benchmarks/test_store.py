@@ -106,16 +106,14 @@ def test_what_another_run_measured_is_not_continued(tmp_path: Path, name: str, v
         store(tmp_path, LATER | {name: value}).resume()
 
 
-def test_results_in_the_source_tree_do_not_make_another_commit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"), [("commit", {"modified": True}), ("machine", {"driver and clocks": "580, 345 MHz"})]
+)
+def test_results_in_the_source_tree_and_clocks_that_moved_make_no_other_run(
+    tmp_path: Path, name: str, change: dict[str, object]
+) -> None:
     store(tmp_path).add("softmax", record("a"))
-    later = store(tmp_path, LATER | {"commit": HEADER["commit"] | {"modified": True}})
-    assert later.resume() == {"softmax": {"a"}}
-
-
-def test_clocks_that_moved_do_not_make_another_machine(tmp_path: Path) -> None:
-    store(tmp_path).add("softmax", record("a"))
-    later = store(tmp_path, LATER | {"machine": HEADER["machine"] | {"driver and clocks": "580, 345 MHz"}})
-    assert later.resume() == {"softmax": {"a"}}
+    assert store(tmp_path, LATER | {name: HEADER[name] | change}).resume() == {"softmax": {"a"}}
 
 
 def test_results_of_another_machine_are_kept_apart(tmp_path: Path) -> None:
