@@ -9,7 +9,7 @@ import pytest
 import torch
 from onetrip.benchmarks.measure.cases import Named, Session, Skip
 from onetrip.benchmarks.measure.results import own_failures
-from onetrip.benchmarks.selection import Options, module, runnable, select
+from onetrip.benchmarks.runner import Options, module, runnable, select
 from pytest_benchmark.fixture import BenchmarkFixture
 
 CPU = torch.device("cpu")

@@ -9,6 +9,8 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -19,9 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from .measure.cases import Named
-    from .selection import Options
+    from .runner import Options
 
-_BUSY = 0.3  # of the CPUs: above it, other work would be timed too
 _MEASURES_NOTHING = {"--everything", "compare", "report", "--list", "--render", "--help"}
 
 app = typer.Typer(
@@ -31,9 +32,20 @@ app = typer.Typer(
 )
 
 
-def _reject(message: str) -> NoReturn:
-    typer.echo(f"onetrip bench: {message}", err=True)
+def _reject(message: str, command: str = "") -> NoReturn:
+    typer.echo(f"onetrip bench{command}: {message}", err=True)
     raise typer.Exit(BAD_USAGE)
+
+
+@contextmanager
+def _rejecting(command: str = "") -> Iterator[None]:
+    """What cannot be done is a line on standard error."""
+    from .measure.results import UsageError
+
+    try:
+        yield
+    except UsageError as error:
+        _reject(str(error), command)
 
 
 def _require(*packages: str) -> None:
@@ -76,24 +88,12 @@ def _render() -> None:
     docs_page.write(results.read(results.RECORDED), root / "docs/benchmarks.md")
 
 
-def _recorded_folder(options: Options, output: Path | None) -> Path | None:
-    """Where the run writes: where it was told to, and the whole suite in a source tree to the record in it."""
-    from onetrip.environment import checkout
-
-    from .measure import results
-
-    if output is not None:
-        return output
-    return results.RECORDED if checkout() is not None and not options.words else None
-
-
 def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
-    from .selection import select
+    from .measure.side_by_side import shortage
+    from .runner import select
 
     selected = select(options)
     if options.get("shape"):
-        from .measure.side_by_side import shortage
-
         for case in (case for cases in selected.values() for case in cases):
             if reason := shortage(case, device):
                 _reject(f"{case.id} does not fit: {reason}")
@@ -103,16 +103,13 @@ def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
 def _measure(
     options: Options, device: torch.device, output: Path | None, resume: bool, as_json: bool, selected: dict
 ) -> int:
-    from onetrip.environment import checkout, load_average
+    from onetrip.environment import checkout
 
     from . import runner
     from .measure import results
     from .measure.providers import absent_libraries
     from .show import tables
 
-    load = load_average()
-    if device.type == "cpu" and load is not None and load > _BUSY * (os.cpu_count() or 1):
-        typer.echo(f"Other processes are running (load average {load:.1f}): distrust times, less so ratios.", err=True)
     if not options.get("against") and (words := absent_libraries(device)):
         typer.echo(f"not compared with: {words}", err=True)
     found = runner.run(selected, device, options, output, resume, silent=as_json)
@@ -189,24 +186,22 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    from onetrip.environment import header
+    from onetrip.environment import checkout, header
 
-    from .measure.results import RECORDED, UsageError, unwritable
-    from .selection import Options
+    from . import runner
+    from .measure.results import RECORDED, unwritable
 
     chosen = _device(device)
     _hold_kernels()
     if list_:
-        from . import selection
-
-        found = selection.listing(chosen)
-        typer.echo(json.dumps(found, indent=1)) if as_json else selection.print_listing(found)
+        found = runner.listing(chosen)
+        typer.echo(json.dumps(found, indent=1)) if as_json else runner.print_listing(found)
         return
     if render:
         _render()
         return
-    try:
-        options = Options.parse(only, quick, op=op, dtype=dtype, shape=shape, against=against, **{"pass": which})
+    with _rejecting():
+        options = runner.Options.parse(only, quick, op=op, dtype=dtype, shape=shape, against=against, **{"pass": which})
         if everything:
             if options.values or only is not None:
                 _reject(f"--everything takes no {options.words[-1]}: --part names what to run")
@@ -217,27 +212,23 @@ def bench(
 
             given = {"budget_s": budget, "part_s": part_limit}
             limits = full_run.Limits(**{name: seconds for name, seconds in given.items() if seconds is not None})
-            status = full_run.run(output, chosen, quick, part, resume, limits, as_json)
-            raise typer.Exit(status)
+            raise typer.Exit(full_run.run(output, chosen, quick, part, resume, limits, as_json))
         if part or budget is not None or part_limit is not None:
             _reject("--part, --budget and --part-limit belong to --everything")
-        folder = _recorded_folder(options, output)
+        # The whole suite in a source tree is written to the record in it.
+        folder = RECORDED if output is None and checkout() is not None and not options.words else output
         if folder == RECORDED:
             _require("jinja2", "matplotlib")
         if resume and folder is None:
             _reject("--resume: --output must name the folder that holds what was done")
         selected = _select(options, chosen)
-    except UsageError as error:
-        _reject(str(error))
-    places = () if folder is None else (folder, folder / header(chosen)["machine"]["id"])
-    for reason in filter(None, map(unwritable, places)):
-        _reject(reason)
-    try:
-        status = _measure(options, chosen, folder, resume, as_json, selected)
-    except UsageError as error:
-        _reject(str(error))
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+        places = () if folder is None else (folder, folder / header(chosen)["machine"]["id"])
+        for reason in filter(None, map(unwritable, places)):
+            _reject(reason)
+        try:
+            status = _measure(options, chosen, folder, resume, as_json, selected)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
     if status:
         raise typer.Exit(status)
 
@@ -253,18 +244,17 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """What became faster or slower from one recorded run to another, beyond noise."""
-    from .measure.results import UsageError
+    from onetrip import terminal
+
     from .show import compare as compare_
 
-    try:
+    with _rejecting():
         found = compare_.compare(before, after)
-    except UsageError as error:
-        _reject(str(error))
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=1))
+        typer.echo(json.dumps(found, indent=1))
     else:
-        compare_.print_comparison(found, everything)
-    if fail_on_slower and (found.summary["slower"] or found.lost):
+        terminal.show(compare_.parts(found, everything))
+    if fail_on_slower and (found["summary"]["slower"] or found["lost"]):
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -279,18 +269,14 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Every machine's results as one HTML page: tables that sort, figures, targets; it needs no network."""
-    from .measure.results import UsageError
     from .show import html_page
 
-    try:
+    with _rejecting(" report"):
         written = html_page.write(folder, output)
-    except UsageError as error:
-        typer.echo(f"onetrip bench report: {error}", err=True)
-        raise typer.Exit(BAD_USAGE) from None
     if as_json:
-        typer.echo(json.dumps(written.to_dict(), indent=1))
+        typer.echo(json.dumps(written, indent=1))
     else:
-        typer.echo(f"wrote {written.path}", err=True)
+        typer.echo(f"wrote {written['path']}", err=True)
 
 
 def bind_threads(arguments: list[str]) -> None:

@@ -124,7 +124,7 @@ def test_the_import_rules_see_violations(tmp_path):
 
 
 # Each folder or file of benchmarks/ imports only what follows it. bench_cases.py is a file of pytest's.
-LAYERS = ("__main__", "bench_cases", "command", "full_run", "runner", "selection", "show", "suites", "measure")
+LAYERS = ("__main__", "bench_cases", "command", "full_run", "runner", "show", "suites", "measure")
 
 
 def benchmark_files() -> list[Path]:

@@ -25,7 +25,8 @@ from onetrip.command_line import BAD_USAGE, CHECK_FAILED, INTERRUPTED
 from onetrip.environment import header
 from onetrip.processes import process_group
 
-from ..measure.results import SCHEMA, UsageError, fingerprint, unwritable
+from ..measure.results import SCHEMA, UsageError, differences, unwritable
+from ..runner import Options, describe
 from ..show import run_tables
 from . import EXIT_SKIPPED, gpu_tests, plan
 from .plan import Part, Place
@@ -50,7 +51,7 @@ _DEFAULT = Limits()
 
 
 class State:
-    """DIR/everything.json: the header of the run, and part -> status, seconds, reason."""
+    """DIR/everything.json: what describes the run, and part -> status, seconds, reason."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self._path, self.content = path, content
@@ -61,27 +62,12 @@ class State:
         return self.parts.get(part.name, {}).get("status")
 
     def set(self, part: Part, status: str, seconds: float, reason: str, failures: Sequence[str] = ()) -> None:
-        self.parts[part.name] = {"status": status, "seconds": round(seconds, 1), "reason": reason} | (
-            {"failures": list(failures)} if failures else {}
-        )
+        found = {"status": status, "seconds": round(seconds, 1), "reason": reason}
+        self.parts[part.name] = found | ({"failures": list(failures)} if failures else {})
         self.write()
 
     def write(self) -> None:
         html.write(self._path, json.dumps(self.content, indent=1) + "\n")
-
-
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """What has changed since the run began, so that figures of two things would stand in one table; else empty."""
-
-    def facts(content: dict[str, Any]) -> dict[str, Any]:
-        # The commit by its id alone: files of this very run may count as changes, and code tells of others.
-        return {name: content[name] for name in ("versions", "code", "quick")} | {
-            "machine": content["machine"]["id"],
-            "commit": content["commit"] and content["commit"]["id"],
-        }
-
-    was, now = facts(old), facts(new)
-    return "; ".join(f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name])
 
 
 def _say(text: str) -> None:
@@ -91,18 +77,19 @@ def _say(text: str) -> None:
 def _begin(place: Place, resume: bool, selected: bool) -> State:
     """The state to go on with."""
     path = place.output / "everything.json"
-    content = {"schema": SCHEMA, **header(place.device), "code": fingerprint(), "quick": place.quick, "parts": {}}
+    described = describe(place.device, place.quick, Options.parse(quick=place.quick).measured())
+    content = {"schema": SCHEMA, **described, "parts": {}}
     if not path.exists():
         return State(path, content)
     if not (resume or selected):
         raise UsageError(f"{path} holds a run already: --resume goes on with it, --part runs one part again")
     try:
         old = State(path, json.loads(path.read_text()))
-        difference = _difference(old.content, content)
+        different = differences(old.content, content)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not the state of a run ({type(error).__name__}: {error}): move it away") from None
-    if difference:
-        raise UsageError(f"{path} is of another run ({difference}): name another folder")
+    if different:
+        raise UsageError(f"{path} is of a run with another {', '.join(different)}: name another folder")
     return old
 
 
@@ -114,14 +101,9 @@ def _choose(known: Sequence[Part], wanted: Sequence[str] | None) -> list[Part]:
     return [p for p in known if not wanted or p.always or any(fnmatch.fnmatchcase(p.name, each) for each in wanted)]
 
 
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
-
-
-def _failures(log: Path) -> list[str]:
-    """Lines that begin with FAILED, as the parts print them."""
-    found = re.findall(r"^FAILED (.+)$", log.read_text(errors="replace"), re.MULTILINE)
+def _failures(printed: str) -> list[str]:
+    """Lines that begin with FAILED, as the parts and pytest print them, with ERROR (pytest) or with ✗ (doctor)."""
+    found = re.findall(r"^(?:FAILED|ERROR|✗) (.+)$", printed, re.MULTILINE)
     return [line[:500] for line in dict.fromkeys(found)][:_MOST_FAILURES]
 
 
@@ -132,13 +114,12 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
     log = place.output / "logs" / f"{part.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", *part.command]
-    start = time.monotonic()
+    start, code = time.monotonic(), None
     with log.open("wb") as file:
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}  # lines of failures are not cut
         options = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "cwd": part.folder}
-        code, of_part = None, allotted == limits.part_s
         try:
             # SIGINT, as Ctrl-C: what is done is kept.
             with process_group(command, signal.SIGINT, _PATIENCE_S, env=environment, **options) as process:
@@ -148,17 +129,20 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
         except KeyboardInterrupt:
             state.set(part, UNFINISHED, time.monotonic() - start, "interrupted")
             raise
-    seconds, failures = time.monotonic() - start, _failures(log)
+    seconds, printed = time.monotonic() - start, log.read_text(errors="replace")
+    last_line, failures = printed.rstrip().rpartition("\n")[2].strip()[:300], _failures(printed)
     if code == 0:
         state.set(part, PASSED, seconds, "")
     elif code == EXIT_SKIPPED:
-        state.set(part, SKIPPED, seconds, _last_line(log))
-    elif code is None:
-        words = f"stopped after {seconds:.0f} s{', longer than --part-limit' * of_part}: {_last_line(log)}"
-        state.set(part, FAILED if of_part else UNFINISHED, seconds, words, failures)
-    else:
-        words = f"{len(failures)} failed" if failures else f"exit code {code}: {_last_line(log)}"
+        state.set(part, SKIPPED, seconds, last_line)
+    elif code is not None:
+        words = f"{len(failures)} failed" if failures else f"exit code {code}: {last_line}"
         state.set(part, FAILED, seconds, words, failures)
+    elif allotted == limits.part_s:
+        words = f"stopped after {seconds:.0f} s, longer than --part-limit: {last_line}"
+        state.set(part, FAILED, seconds, words, failures)
+    else:
+        state.set(part, UNFINISHED, seconds, f"stopped after {seconds:.0f} s: {last_line}", failures)
 
 
 def run(
@@ -177,7 +161,7 @@ def run(
     """
     begun = time.monotonic()
     output = output.resolve()
-    place = Place(output, device, quick, gpu_tests.root())
+    place = Place(output, device, quick, gpu_tests.root(), header(device)["machine"]["id"])
     try:
         if not min(limits) > 0:
             raise UsageError(f"--budget and --part-limit must be greater than 0 seconds, got {min(limits):g}")

@@ -1,25 +1,23 @@
 """The tests marked gpu, in shards, each a run of pytest-xdist with this module as a plugin.
 
 A kernel that faults breaks the CUDA context of its process for good: that worker ends with the test, and xdist starts
-another one. A test that has passed or was skipped is written down at once in DIR/gpu-tests/<shard>.txt; the next run
-leaves it out.
+another one.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from onetrip.environment import checkout
 
 _BROKEN_CONTEXT = 9  # exit code of a worker that the plugin ends
 _MOST_WORKERS = 6
-_LINES = 3  # of a failure's message
+_HANGS_S = 600
+"""A test that takes longer has the stacks of its threads printed."""
 
 
 @dataclass(frozen=True)
@@ -87,90 +85,25 @@ def missing() -> str:
 def command(shard: Shard, tree: Path, output: Path) -> tuple[str, ...]:
     """What python -m is called with, in the tree."""
     workers = 1 if shard.alone else max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
-    place = output / "gpu-tests" / shard.name
-    options = ["-p", __name__, f"--gpu-record={place}.txt", f"--junitxml={place}.xml", "-p", "no:cacheprovider"]
+    options = ["-p", __name__, f"--junitxml={output / 'gpu-tests' / shard.name}.xml", "-p", "no:cacheprovider"]
     options += [f"--numprocesses={workers}", "--max-worker-restart=1000", "--continue-on-collection-errors"]
-    options += ["-q", "--tb=short", "-rNs", "--durations=10", f"--rootdir={tree}"]
+    options += ["-q", "--tb=short", "-rNfEs", "--durations=10", f"--rootdir={tree}"]
+    options += ["-o", f"faulthandler_timeout={_HANGS_S}"]
     options += ["-m", "gpu", *(["-k", shard.keywords] if shard.keywords else [])]
     return "pytest", *options, *(str(tree / "tests" / path) for path in shard.paths)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-record", type=Path)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    record = config.getoption("--gpu-record")
-    if hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Worker(config.workerinput["finished"]))
-    elif record is not None:
-        config.pluginmanager.register(_Controller(record))
-
-
-class _Worker:
-    """Leaves out what has run; ends its process where the CUDA context is broken."""
-
-    def __init__(self, finished: list[str]) -> None:
-        self._finished = set(finished)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid not in self._finished]
-
-    @pytest.hookimpl(trylast=True)  # the controller knows the failure by then
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and _context_is_broken():
-            os._exit(_BROKEN_CONTEXT)
-
-
-class _Controller:
-    """Writes down what has passed or was skipped, and prints what failed."""
-
-    def __init__(self, record: Path) -> None:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        self._finished = record.read_text().splitlines() if record.exists() else []
-        self._file = record.open("a")
-        self._started: dict[str, float] = {}
-        self._failures: dict[str, str] = {}
+    if not hasattr(config, "workerinput"):
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ.pop("OMP_PROC_BIND", None)  # all workers' threads would share one core
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput["finished"] = self._finished  # the same for a worker that replaces another one
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._started[nodeid] = time.time()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self._failures.setdefault(report.nodeid, _message(report))  # the first: before its worker died
-        elif report.when == "teardown" and report.nodeid not in self._failures:
-            print(report.nodeid, file=self._file, flush=True)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._failures.setdefault(report.nodeid, _message(report))
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._started.pop(nodeid, None)
-
-    def pytest_keyboard_interrupt(self) -> None:
-        for test, start in self._started.items():
-            self._failures.setdefault(test, f"stopped after {time.time() - start:.0f} s")
-
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._finished and not self._failures:  # all have run
-            session.exitstatus = pytest.ExitCode.OK
-
-    def pytest_terminal_summary(self) -> None:
-        for test, reason in self._failures.items():
-            print(f"FAILED {test.removeprefix('tests/')}: {reason}")
-
-
-def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
-    lines = [line.removeprefix("E").strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
-    return " | ".join(lines[:_LINES] or report.longreprtext.splitlines()[-1:])
+@pytest.hookimpl(trylast=True)  # the controller knows the failure by then
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """In a worker; the controller has no CUDA context."""
+    if report.failed and _context_is_broken():
+        os._exit(_BROKEN_CONTEXT)
 
 
 def _context_is_broken() -> bool:

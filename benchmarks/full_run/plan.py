@@ -13,7 +13,7 @@ from onetrip.ops.common.backends import FAMILIES, unavailable_reason
 
 from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Case, Named, gpu_shapes
 from ..measure.results import SUITES
-from ..selection import Options, module, runnable
+from ..runner import Options, module, runnable
 from . import gpu_tests
 
 _FOLDER = "onetrip.benchmarks.full_run"
@@ -37,9 +37,8 @@ _FIRST = (
     "softmax-*-large",
     "adam",
     "training-bert_large-24_layers-4x512-bf16",
-    "counters-cuda",
 )
-"""What comes first on a GPU: whether the CUDA kernels are right, what they reach where memory is the limit, and why."""
+"""What comes first on a GPU: whether the CUDA kernels are right, and what they reach where memory is the limit."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,8 @@ class Place:
     quick: bool = False
     tests: Path | None = None
     """The root of a source tree, whose tests can be run."""
+    machine: str = "machine"
+    """Its id: the folder in output/results that the other commands write into."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +85,17 @@ def _gpu_tests(place: Place) -> Iterator[Part]:
         yield Part(f"gpu-tests-{shard.name}", proves, command, missing, folder=place.tests)
 
 
-def _no_tool(name: str, place: Place, package: str = "") -> str:
-    """Why a tool cannot watch our kernels; empty where it can."""
-    absent = "" if shutil.which(name) else f"{name} is not on PATH: it comes with the CUDA toolkit{package}"
-    return _no_gpu(place) or absent
-
-
 def _sanitizers(tools: tuple[str, ...], place: Place) -> Iterator[Part]:
     for backend in ("cuda", "triton"):
-        missing = _no_tool("compute-sanitizer", place) or unavailable_reason(backend, "cuda")
+        missing = _no_gpu(place)
+        if not missing and not shutil.which("compute-sanitizer"):
+            missing = "compute-sanitizer is not on PATH: it comes with the CUDA toolkit"
+        missing = missing or unavailable_reason(backend, "cuda")
         for tool in tools:
             for family in sorted(FAMILIES[backend]):
                 command = (f"{_FOLDER}.sanitizer", tool, backend, family, str(place.output))
                 proves = f"{tool} finds nothing in the kernels of {family}"
                 yield Part(f"sanitizer-{tool}-{backend}-{family}", proves, command, missing)
-
-
-def _counters(place: Place) -> Iterator[Part]:
-    for backend in ("cuda", "triton"):
-        missing = _no_tool("ncu", place, ", as Nsight Compute") or unavailable_reason(backend, "cuda")
-        command = (f"{_FOLDER}.counters", backend, str(place.output))
-        yield Part(f"counters-{backend}", "what each kernel moves, executes and waits for", command, missing)
 
 
 def _no_gpu(place: Place) -> str:
@@ -136,7 +127,7 @@ def _suite(suite: str, place: Place) -> Iterator[Part]:
         # As globs, which mean whole ids; a plain word means any part of one.
         pattern = ",".join(f"[{case.id[0]}]{case.id[1:]}" for case in members)
         command = ["onetrip.benchmarks", f"--op={suite}", f"--only={pattern}", f"--device={place.device.type}"]
-        command += ["--resume", f"--output={place.output / 'parts' / name}", *(["--quick"] if place.quick else [])]
+        command += ["--resume", f"--output={place.output / 'results'}", *(["--quick"] if place.quick else [])]
         n = len(found[suite])
         proves = f"{n} case{'s' * (n != 1)} of the suite {suite}, each checked and timed"
         yield Part(name, proves, tuple(command), "" if n else skipped[0].partition(": ")[2])
@@ -150,21 +141,18 @@ def _commands(place: Place) -> Iterator[Part]:
         ("anatomy", "where the time and the memory of a step go, predicted and measured", (f"--columns={columns}",)),
         ("methods", "which method improves speed and which saves memory", ("--resume",)),
     ):
-        name = f"{command}-{model}"
-        where = (f"--device={place.device.type}", f"--output={place.output / 'parts' / name}")
-        yield Part(name, f"{proves}: {model}", ("onetrip", command, model, *options, *where, *more))
+        where = (f"--device={place.device.type}", f"--output={place.output / 'results' / place.machine}")
+        yield Part(f"{command}-{model}", f"{proves}: {model}", ("onetrip", command, model, *options, *where, *more))
 
 
 def parts(place: Place) -> list[Part]:
     """Every part, in order of worth: a run that is cut short has the most important ones."""
     ordered = [
-        _own("environment", "GPU, clocks, versions, commit, measured ceilings", place),
-        _own("doctor", "a numeric check of every kernel on every device", place),
+        _own("environment", "GPU, clocks, versions, commit", place),
+        Part("doctor", "a numeric check of every kernel on every device", ("onetrip", "doctor")),
         *_gpu_tests(place),
         *_sanitizers(_TOOLS[:2], place),
         *(part for suite in SUITES for part in _suite(suite, place)),
-        # They say why a figure of the suites is what it is. What follows says nothing of a kernel's speed.
-        *_counters(place),
         *_commands(place),
         *_sanitizers(_TOOLS[2:], place),
         _own("report", "everything that was found, on one page", place, always=True),

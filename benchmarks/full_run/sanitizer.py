@@ -2,9 +2,10 @@
 
     python -m onetrip.benchmarks.full_run.sanitizer TOOL BACKEND FAMILY DIR
 
-The driver launches what `onetrip doctor` checks, in all dtypes, and rows that take the kernels for wide rows, at
-addresses that are not aligned; every allocation is the driver's own (no caching), so that what lies beside a tensor is
-out of bounds. A report counts where it happened in one of our kernels: PyTorch's are not ours to check.
+compute-sanitizer starts this module again (`drive`) and watches it. That process launches what `onetrip doctor` checks,
+in all dtypes, and rows that take the kernels for wide rows, at addresses that are not aligned; every allocation is its
+own (no caching), so that what lies beside a tensor is out of bounds. A report counts where it happened in one of our
+kernels: PyTorch's are not ours to check.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import onetrip.kernels
 import torch
-from onetrip import ops, selfcheck
+from onetrip import ops, selfcheck, use_backend
 from torch import Tensor
 
-from . import EXIT_SKIPPED, driver
-from .driver import Launch
+from . import EXIT_SKIPPED
 
+Launch = tuple[str, Callable[[], list[str]]]
+"""What it launches, and the call: it returns what was wrong with the results."""
 _PREFIX = "========="
 _NO_DEVICE = ("Device not supported", "Unable to", "not supported on this", "requires a newer driver")
 _NOT_TRACKED = "Internal Sanitizer Error"
@@ -74,24 +79,41 @@ def launches(backend: str, family: str) -> Iterator[Launch]:
             for dtype in (torch.float32, torch.bfloat16):
                 yield f"{operator} {width} {dtype}", _edge(operator, width, dtype)
     for kernel, dtype_name in selfcheck.cases(backend):
-
-        def check(kernel: object = kernel, dtype_name: str = dtype_name) -> list[str]:
-            checks = selfcheck.run_check(device, backend, kernel, dtype_name)
-            return [f"{c.direction}: {c.failure or f'error {c.error:.2e}'}" for c in checks if not c.passed]
-
         if kernel.family == family:
-            yield f"{kernel.name} {dtype_name}", check
+            yield f"{kernel.name} {dtype_name}", partial(_checked, device, backend, kernel, dtype_name)
+
+
+def _checked(*check: Any) -> list[str]:
+    found = selfcheck.run_check(*check)
+    return [f"{c.direction}: {c.failure or f'error {c.error:.2e}'}" for c in found if not c.passed]
 
 
 def drive(backend: str, family: str) -> int:
-    """What compute-sanitizer watches."""
-    return driver.drive(launches(backend, family), backend)
+    """Makes every launch: what compute-sanitizer watches."""
+    n_launches = n_failures = 0
+    with use_backend(backend):
+        for name, launch in launches(backend, family):
+            for line in launch():
+                print(f"FAILED {name}: {line}", flush=True)
+                n_failures += 1
+            torch.cuda.synchronize()
+            n_launches += 1
+    print(f"all {n_launches} launches have ended", flush=True)
+    return 1 if n_failures or not n_launches else 0
 
 
-def reports(text: str) -> list[list[str]]:
+def kernels(backend: str) -> list[str]:
+    """Parts of the names that tell our kernels from all others: the namespace of the CUDA ones, Triton's by name."""
+    if backend == "cuda":
+        return ["onetrip"]
+    sources = [path.read_text() for path in Path(onetrip.kernels.__file__).parent.glob("*.py")]
+    return sorted({name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE)})
+
+
+def reports(lines: Iterable[str]) -> list[list[str]]:
     """The sanitizer's findings, the lines of each: an unindented one and the indented ones below it."""
     found: list[list[str]] = []
-    for line in text.splitlines():
+    for line in lines:
         if not line.startswith(_PREFIX):
             continue
         rest = line.removeprefix(_PREFIX)
@@ -110,39 +132,37 @@ def is_ours(report: list[str], names: list[str]) -> bool:
     return report[0].startswith(_NOT_TRACKED) or any(name in line for line in places for name in names)
 
 
-def run(tool: str, backend: str, family: str, output: Path) -> int:
-    names = driver.kernels(backend)
+def run(tool: str, backend: str, family: str, folder: str) -> int:
+    """Prints what was found; the part's exit code."""
+    names = kernels(backend)
     # initcheck must see every kernel that writes what ours read; the other tools look at ours alone. A kernel is
     # checked if any of the filters matches.
     filters = [] if tool == "initcheck" else [f"--kernel-name=kernel_substring={name}" for name in names]
     command = ["compute-sanitizer", f"--tool={tool}", "--report-api-errors=no", "--print-limit=1000", *filters]
     command += ["--target-processes=application-only", sys.executable, "-m", __spec__.name, "drive", backend, family]
-    log = output / "sanitizers" / f"{tool}-{backend}-{family}.txt"
+    log = Path(folder) / "sanitizers" / f"{tool}-{backend}-{family}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
-    return verdict(log.read_text(errors="replace"), names, code)
-
-
-def verdict(text: str, names: list[str], code: int) -> int:
-    """Prints what was found; the part's exit code. text, code: of compute-sanitizer; names: of our kernels."""
-    print("\n".join(line for line in text.splitlines() if not line.startswith(_PREFIX)))
-    found = reports(text)
+    lines = log.read_text(errors="replace").splitlines()
+    printed = [line for line in lines if not line.startswith(_PREFIX)]
+    print("\n".join(printed))
+    has_ended = any(re.fullmatch(r"all \d+ launches have ended", line) for line in printed)
+    found = reports(lines)
     ours = [" | ".join(report) for report in found if is_ours(report, names)]
-    if not driver.has_ended(text) and not ours:
-        own = (line for line in text.splitlines() if line.startswith(_PREFIX))
+    if not has_ended and not ours:
+        own = (line for line in lines if line.startswith(_PREFIX))
         if rejected := next((line for line in own if any(words in line for words in _NO_DEVICE)), ""):
             print(rejected)
             return EXIT_SKIPPED
     for line in dict.fromkeys(re.sub(r"\(\d+,\d+,\d+\)", "(...)", line) for line in ours):
         print(f"FAILED {line[:400]}")
     print(f"{len(ours)} reports on our kernels, {len(found) - len(ours)} others")
-    if not driver.has_ended(text):
+    if not has_ended:
         print(f"the driver did not end: exit code {code}")
-        return 1
-    return 1 if ours or driver.failures(text) else code
+    return 1 if ours or not has_ended else code
 
 
 if __name__ == "__main__":
-    driver.main(drive, run)
+    sys.exit(drive(*sys.argv[2:]) if sys.argv[1] == "drive" else run(*sys.argv[1:]))

@@ -37,6 +37,16 @@ class LeastBytes(NamedTuple):
         return self.forward + self.backward
 
 
+def matrices(forward: float, backward: float) -> Callable[[int, int, int], LeastBytes]:
+    """Operator.least_bytes of one that moves so many matrices of [n_rows, n_cols] in a pass."""
+
+    def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
+        matrix = n_rows * n_cols * itemsize
+        return LeastBytes(int(forward * matrix), int(backward * matrix))
+
+    return least_bytes
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator at one setting, in the two forms that are compared."""

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -179,15 +180,6 @@ def has(operator: Operator, name: str) -> bool:
     return name in operator.others or name not in (*OF_TORCH, *LIBRARIES)
 
 
-def _asked_for(operator: Operator, against: tuple[str, ...]) -> Iterator[Provider]:
-    for name in against:
-        for provider in PROVIDERS[name]:
-            if has(operator, name):
-                yield provider
-            else:
-                yield Provider(provider.name, provider.bind, lambda device: f"has no {operator.name}")
-
-
 def _usual(case: Case, session: Session) -> Iterator[str]:
     """Names of PROVIDERS."""
     operator, device = case.operator, session.device
@@ -212,8 +204,11 @@ def _usual(case: Case, session: Session) -> Iterator[str]:
 def providers(case: Case, session: Session) -> list[Provider]:
     """The providers of a case: onetrip's choice of backend always, before its other ones, and those asked for; by
     default all that are there, fewer in the small cases."""
-    own = own_provider(session.device, case.operator.family)
-    names = session.against or [name for name in _usual(case, session) if has(case.operator, name)]
-    found = {provider.name: provider for provider in _asked_for(case.operator, tuple(names))}
+    operator, own = case.operator, own_provider(session.device, case.operator.family)
+    found = {}
+    for name in session.against or [name for name in _usual(case, session) if has(operator, name)]:
+        for provider in PROVIDERS[name]:
+            lacking = replace(provider, unavailable=lambda device: f"has no {operator.name}")
+            found[provider.name] = provider if has(operator, name) else lacking
     others = {name: provider for name, provider in found.items() if not name.startswith("onetrip")}
     return list((others | {own.name: own} | found).values())

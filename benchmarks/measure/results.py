@@ -141,7 +141,7 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """In what two runs differ that must not be mixed."""
 
     def lasting(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,8 +169,8 @@ class Store:
         self._header = header
         self._expected = expected
         self.results: Results = {}
-        self.notes: list[str] = []
-        """Why results that were there before are not continued."""
+        self.paths: dict[str, Path] = {}
+        """The files that hold these results, by suite."""
 
     def resume(self) -> dict[str, set[str]]:
         """Takes over what the same code has measured in the same way on the same machine; gives the ids of the cases
@@ -178,40 +178,41 @@ class Store:
         done = {}
         for suite, ids in self._expected.items():
             if (previous := self._previous(suite)) is not None:
-                kept = [record for record in previous["cases"] if not own_failures(record)]
+                kept = [found for found in previous["cases"] if found["case"] not in ids or not own_failures(found)]
                 self._content(suite)["cases"] += kept
                 done[suite] = {record["case"] for record in kept} & set(ids)
         return done
 
     def _previous(self, suite: str) -> dict[str, Any] | None:
-        """What the same run left of a suite. Raises UsageError for what another run left; self.notes names files that
-        are no records."""
-        notes = []
-        for path in [] if self._folder is None else [self._folder / (suite + end) for end in (PARTIAL, ".json")]:
-            if path.exists():
-                try:
-                    content = read_suite(path)
-                except ValueError as error:
-                    notes.append(f"not continued: {error}")
-                    continue
-                if not (different := _differences(content, self._header)):
-                    return content
-                raise UsageError(
-                    f"--resume: {path} was measured with another {', '.join(different)}: name another folder, or leave "
-                    "out --resume to replace it"
-                )
-        self.notes += notes
-        return None
+        """What the same run left of a suite. Raises UsageError for a file of another run, or one that is no record."""
+        ends = (PARTIAL, ".json") if self._folder is not None else ()
+        path = next((path for end in ends if (path := self._folder / (suite + end)).exists()), None)
+        if path is None:
+            return None
+        try:
+            content = read_suite(path)
+        except ValueError as error:
+            raise UsageError(f"--resume: {error}") from None
+        if different := differences(content, self._header):
+            raise UsageError(
+                f"--resume: {path} was measured with another {', '.join(different)}: name another folder, or leave "
+                "out --resume to replace it"
+            )
+        return content
 
     def _content(self, suite: str) -> dict[str, Any]:
         fresh = {"schema": SCHEMA, "suite": suite, **self._header, "complete": False, "cases": []}
         return self.results.setdefault(suite, fresh)
 
+    def _write(self, suite: str, end: str) -> None:
+        if self._folder is not None:
+            self.paths[suite] = self._folder / (suite + end)
+            write_suite(self.paths[suite], self.results[suite])
+
     def add(self, suite: str, record: dict[str, Any]) -> None:
         content = self._content(suite)
         content["cases"] = [other for other in content["cases"] if other["case"] != record["case"]] + [record]
-        if self._folder is not None:
-            write_suite(self._folder / (suite + PARTIAL), content)
+        self._write(suite, PARTIAL)
 
     def finish(self) -> None:
         """The run came to its end."""
@@ -219,14 +220,6 @@ class Store:
             content["complete"] = True
             order = {case: position for position, case in enumerate(self._expected.get(suite, ()))}
             content["cases"].sort(key=lambda record: order.get(record["case"], -1))
+            self._write(suite, ".json")
             if self._folder is not None:
-                write_suite(self._folder / f"{suite}.json", content)
                 (self._folder / (suite + PARTIAL)).unlink(missing_ok=True)
-
-    def paths(self) -> list[Path]:
-        """The files that hold these results."""
-        if self._folder is None:
-            return []
-        ends = {suite: ".json" if content["complete"] else PARTIAL for suite, content in self.results.items()}
-        paths = [self._folder / (suite + end) for suite, end in ends.items()]
-        return [path for path in paths if path.exists()]

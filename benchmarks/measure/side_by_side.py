@@ -181,22 +181,17 @@ class SideBySide:
         """
         if not self.case.full or self._least.forward > _SMALL_BYTES:
             return
-        inputs = self._sets[0]
-        for candidate in self._candidates:
-            for name, call in (("forward", inputs.forward), ("forward_backward", inputs.forward_backward)):
-                if candidate.check.passed and name in self.case.passes and not candidate.not_captured:
-                    self._replay(candidate, name, partial(call, candidate.function), rounds)
-
-    def _replay(self, candidate: _Candidate, name: str, call: Callable[[], object], rounds: int) -> None:
-        with candidate.provider.scope():
-            try:
-                captured = self._clock.captured(call)
-            except Exception as error:  # whatever cannot be captured has no figure here, and keeps the others
-                candidate.not_captured = one_line(error)
-                return
-            for _ in range(rounds if captured is not None else 0):
-                self._clock.evict()
-                candidate.replays.setdefault(name, []).append(self._clock.time(captured)[0])
+        for candidate in (candidate for candidate in self._candidates if candidate.check.passed):
+            for name in (name for name in ("forward", "forward_backward") if name in self.case.passes):
+                with candidate.provider.scope():
+                    try:
+                        captured = self._clock.captured(partial(getattr(self._sets[0], name), candidate.function))
+                    except Exception as error:  # whatever cannot be captured has no figure here, and keeps the others
+                        candidate.not_captured = one_line(error)
+                        break
+                    for _ in range(rounds if captured is not None else 0):
+                        self._clock.evict()
+                        candidate.replays.setdefault(name, []).append(self._clock.time(captured)[0])
 
     def record(self) -> Record:
         """Everything that was found, ready for JSON."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from onetrip import terminal
 from onetrip.html import Cell, Entry, Table
 
 from ..measure.results import UsageError, failures, read, read_suite
@@ -20,79 +18,16 @@ SMALLEST_CHANGE = 0.05
 _QUIET = 1.05
 """Slowdown by waiting for a CPU on an idle machine."""
 
-Verdict = Literal["faster", "slower", "same"]
 Key = tuple[str, str, str, str]
 """Suite, case, provider, pass."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Times of one thing, in milliseconds or microseconds."""
-
-    median: float
-    p20: float
-    p80: float
-    unit: str
-
-
-@dataclass(frozen=True)
-class Change:
-    suite: str
-    case: str
-    provider: str
-    which: str
-    before: Figures
-    after: Figures
-    slowdown: float = 1.0
-    """By waiting for a CPU that others held, in the run in which it was more."""
-
-    @property
-    def allowed(self) -> float:
-        """The ratio that noise and load explain."""
-        return (1.0 + SMALLEST_CHANGE) * self.slowdown
-
-    @property
-    def ratio(self) -> float:
-        """Time after over time before."""
-        return self.after.median / self.before.median
-
-    @property
-    def verdict(self) -> Verdict:
-        """Not "same" where the 20th to 80th percentiles do not overlap and the ratio is beyond the allowed one."""
-        if self.after.p80 < self.before.p20 and self.ratio < 1.0 / self.allowed:
-            return "faster"
-        if self.after.p20 > self.before.p80 and self.ratio > self.allowed:
-            return "slower"
-        return "same"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ratio": self.ratio, "allowed_ratio": self.allowed, "verdict": self.verdict}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    changes: list[Change]
-    lost: dict[str, str]
-    """What had a number before and fails its check now -> why."""
-    only_before: int
-    only_after: int
-    """Figures that the other run lacks."""
-    copy_ratio: float | None
-    """Time of a plain copy after over before, median of the cases: far from 1, the machine itself was another."""
-    slowdown: tuple[float, float]
-    """By waiting for a CPU that others held, in the case where it was most: before, after."""
-    differences: list[str]
-    """Between the two runs: machine, versions, commit."""
-
-    @property
-    def summary(self) -> dict[Verdict, int]:
-        """Verdict -> how many figures."""
-        verdicts = [change.verdict for change in self.changes]
-        return {verdict: verdicts.count(verdict) for verdict in ("faster", "slower", "same")}
-
-    def to_dict(self) -> dict[str, Any]:
-        changes = [change.to_dict() for change in self.changes]
-        return {"summary": self.summary, **vars(self), "changes": changes}
+Change = dict[str, Any]
+"""As --json prints it: suite, case, provider, which; before and after: median, p20, p80 and their unit; ratio: time
+after over time before; allowed_ratio: what noise and load explain; verdict: faster, slower or same."""
+Comparison = dict[str, Any]
+"""As --json prints it. summary: verdict -> how many figures; changes; lost: what had a number before and fails its
+check now -> why; only_before, only_after: figures that the other run lacks; copy_ratio: time of a plain copy after over
+before, median of the cases (far from 1, the machine itself was another); slowdown: by waiting for a CPU that others
+held, in the case where it was most, before and after; differences: in machine, versions, commit."""
 
 
 def _load(path: Path) -> list[dict[str, Any]]:
@@ -112,7 +47,7 @@ def _load(path: Path) -> list[dict[str, Any]]:
     return [content for results in machines.values() for content in results.values()]
 
 
-def _timed(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Figures]]:
+def _timed(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """Every timed thing below a record, by the names that lead to it."""
     if isinstance(value, list):
         value = {item["name"]: item for item in value if isinstance(item, dict) and "name" in item}
@@ -120,7 +55,7 @@ def _timed(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         return
     unit = next((unit for unit in ("ms", "us") if f"median_{unit}" in value), None)
     if unit is not None:
-        yield path, Figures(*(value[f"{name}_{unit}"] for name in ("median", "p20", "p80")), unit)
+        yield path, {name: value[f"{name}_{unit}"] for name in ("median", "p20", "p80")} | {"unit": unit}
         return
     for key, item in value.items():
         yield from _timed(item, (*path, key))
@@ -129,42 +64,50 @@ def _timed(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 class _Run(NamedTuple):
     """What one side holds."""
 
-    figures: dict[Key, Figures]
+    figures: dict[Key, dict[str, Any]]
     slowdown: dict[Key, float]
     """By figure. On a GPU only what the host does is disturbed: microseconds of a call's overhead."""
-    copies: dict[Key, Figures]
+    copies: dict[Key, float]
     failed: dict[str, str]
+    origin: dict[str, set[str]]
+    """Machine, commit and packages."""
 
 
 def _flat(suites: list[dict[str, Any]]) -> _Run:
-    run = _Run({}, {}, {}, {})
+    run = _Run({}, {}, {}, {}, {})
     for content in suites:
+        commit = content.get("commit")
+        origin = {"machine": content["machine"]["id"], "commit": commit["id"][:12] if commit else "none"}
+        for name, value in {**origin, **content["versions"]}.items():
+            run.origin.setdefault(name, set()).add(value)
         on_cpu = content["machine"].get("device", "cpu") == "cpu"
         for case in content["cases"]:
             suite, name = content["suite"], case["case"]
             for (group, *rest), found in _timed(case):
                 if group.startswith("copy"):
-                    run.copies[suite, name, "", group] = found
+                    run.copies[suite, name, "", group] = found["median"]
                 else:
                     provider, which = rest[0] if rest else group, " ".join(rest[1:])
                     key = suite, name, provider, which
                     run.figures[key] = found
-                    run.slowdown[key] = case.get("cpu_slowdown") or 1.0 if on_cpu or found.unit == "us" else 1.0
+                    run.slowdown[key] = case.get("cpu_slowdown") or 1.0 if on_cpu or found["unit"] == "us" else 1.0
             run.failed.update({f"{name}: {provider}": why for provider, why in failures(case).items()})
     return run
 
 
-def _differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
-    found = []
-    for name, words in (("machine", lambda m: m["id"]), ("commit", lambda c: c["id"][:12] if c else "none")):
-        old, new = ({words(content.get(name)) for content in side} for side in (before, after))
-        if old != new:
-            found.append(f"{name}: {', '.join(sorted(old))} -> {', '.join(sorted(new))}")
-    for package in dict.fromkeys(package for content in (*before, *after) for package in content["versions"]):
-        old, new = ({content["versions"].get(package, "absent") for content in side} for side in (before, after))
-        if old != new:
-            found.append(f"{package}: {', '.join(sorted(old))} -> {', '.join(sorted(new))}")
-    return found
+def _change(key: Key, old: _Run, new: _Run) -> Change:
+    """The verdict is not "same" where the 20th to 80th percentiles do not overlap and the ratio is beyond the allowed
+    one."""
+    before, after = old.figures[key], new.figures[key]
+    ratio = after["median"] / before["median"]
+    allowed = (1.0 + SMALLEST_CHANGE) * max(old.slowdown[key], new.slowdown[key])
+    verdict = "same"
+    if after["p80"] < before["p20"] and ratio < 1.0 / allowed:
+        verdict = "faster"
+    if after["p20"] > before["p80"] and ratio > allowed:
+        verdict = "slower"
+    names = dict(zip(("suite", "case", "provider", "which"), key, strict=True))
+    return {**names, "before": before, "after": after, "ratio": ratio, "allowed_ratio": allowed, "verdict": verdict}
 
 
 def compare(before: Path, after: Path) -> Comparison:
@@ -172,7 +115,6 @@ def compare(before: Path, after: Path) -> Comparison:
     suites = _load(before), _load(after)
     try:
         old, new = map(_flat, suites)
-        differences = _differences(*suites)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{before} or {after}: not the results of a suite ({error!r})") from None
     common = [key for key in old.figures if key in new.figures]
@@ -180,57 +122,58 @@ def compare(before: Path, after: Path) -> Comparison:
     lost = {name: why for name, why in new.failed.items() if name in had_number}
     if not common and not lost:
         raise UsageError(f"{before} and {after} have no figure in common")
-    copies = [new.copies[key].median / figures.median for key, figures in old.copies.items() if key in new.copies]
-    return Comparison(
-        [Change(*key, old.figures[key], new.figures[key], max(old.slowdown[key], new.slowdown[key])) for key in common],
-        lost,
-        len(old.figures) - len(common),
-        len(new.figures) - len(common),
-        statistics.median(copies) if copies else None,
-        (max(map(old.slowdown.get, common), default=1.0), max(map(new.slowdown.get, common), default=1.0)),
-        differences,
-    )
+    copies = [new.copies[key] / median for key, median in old.copies.items() if key in new.copies]
+    changes = [_change(key, old, new) for key in common]
+    verdicts = [change["verdict"] for change in changes]
+    origins = {name: [run.origin.get(name, {"absent"}) for run in (old, new)] for name in {**old.origin, **new.origin}}
+    return {
+        "summary": {verdict: verdicts.count(verdict) for verdict in ("faster", "slower", "same")},
+        "changes": changes,
+        "lost": lost,
+        "only_before": len(old.figures) - len(common),
+        "only_after": len(new.figures) - len(common),
+        "copy_ratio": statistics.median(copies) if copies else None,
+        "slowdown": [max(map(run.slowdown.__getitem__, common), default=1.0) for run in (old, new)],
+        "differences": [
+            f"{name}: {', '.join(sorted(was))} -> {', '.join(sorted(now))}"
+            for name, (was, now) in origins.items()
+            if was != now
+        ],
+    }
 
 
-def print_comparison(comparison: Comparison, everything: bool = False) -> None:
+def parts(found: Comparison, everything: bool = False) -> Iterator[str | Table]:
     """What changed as a table, the most first, and a summary. everything: what did not change too."""
-    terminal.show(_parts(comparison, everything))
-
-
-def _parts(comparison: Comparison, everything: bool) -> Iterator[str | Table]:
-    shown = [change for change in comparison.changes if everything or change.verdict != "same"]
-    shown.sort(key=lambda change: max(change.ratio, 1 / change.ratio), reverse=True)
+    shown = [change for change in found["changes"] if everything or change["verdict"] != "same"]
+    shown.sort(key=lambda change: max(change["ratio"], 1 / change["ratio"]), reverse=True)
     if shown:
         heads = ("case", "provider", "pass", "before", "after", "change", "beyond noise")
         yield Table("All figures" if everything else "Changes beyond noise", heads, list(map(_row, shown)))
-    for name, why in comparison.lost.items():
+    for name, why in found["lost"].items():
         yield f"no number any more: {name}: {why}"
-    yield from comparison.differences
-    if comparison.copy_ratio is not None:
-        yield f"a plain copy took {comparison.copy_ratio:.2f} times as long"
-    if max(comparison.slowdown) > _QUIET:
-        most = max((change.allowed for change in comparison.changes), default=1.0)
-        before, after = comparison.slowdown
+    yield from found["differences"]
+    if found["copy_ratio"] is not None:
+        yield f"a plain copy took {found['copy_ratio']:.2f} times as long"
+    if max(found["slowdown"]) > _QUIET:
+        most = max((change["allowed_ratio"] for change in found["changes"]), default=1.0)
+        before, after = found["slowdown"]
         words = f"waiting for a CPU slowed cases by up to {before:.1f}x before, {after:.1f}x after"
         yield f"{words}: changes of up to {most:.2f}x count as noise"
-    counts = ", ".join(f"{n} {verdict}" for verdict, n in comparison.summary.items())
-    rest = f"{comparison.only_before} only before, {comparison.only_after} only after"
-    yield f"{len(comparison.changes)} figures: {counts}; {rest}"
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in found["summary"].items())
+    rest = f"{found['only_before']} only before, {found['only_after']} only after"
+    yield f"{len(found['changes'])} figures: {counts}; {rest}"
 
 
 def _row(change: Change) -> tuple[Entry, ...]:
-    good = {"faster": True, "slower": False}.get(change.verdict)
-    ratio = change.ratio
+    good = {"faster": True, "slower": False}.get(change["verdict"])
+    ratio = change["ratio"]
     return (
-        change.case,
-        change.provider,
-        change.which,
-        *(Cell(figures.median, _text(figures)) for figures in (change.before, change.after)),
+        *(change[name] for name in ("case", "provider", "which")),
+        *(Cell(change[side]["median"], _text(**change[side])) for side in ("before", "after")),
         Cell(ratio, f"{1 / ratio:.2f}x faster" if ratio < 1.0 else f"{ratio:.2f}x slower", good),
-        Cell(change.verdict, "no" if change.verdict == "same" else change.verdict, good),
+        Cell(change["verdict"], "no" if change["verdict"] == "same" else change["verdict"], good),
     )
 
 
-def _text(figures: Figures) -> str:
-    unit = "µs" if figures.unit == "us" else figures.unit
-    return f"{three_digits(figures.median)} {unit} ({three_digits(figures.p20)}–{three_digits(figures.p80)})"
+def _text(median: float, p20: float, p80: float, unit: str) -> str:
+    return f"{three_digits(median)} {'µs' if unit == 'us' else unit} ({three_digits(p20)}–{three_digits(p80)})"

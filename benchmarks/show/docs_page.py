@@ -9,7 +9,7 @@ from onetrip import html
 from onetrip.html import Table
 
 from ..measure.results import RECORDED, Results
-from . import figures
+from . import plots
 from .tables import every, provenance
 
 TEMPLATE = Path(__file__).with_name("benchmarks.md.j2")
@@ -36,21 +36,15 @@ def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
     )
     machines = []
     for name, results in recorded.items():
-        files = sorted((folder / name).glob("methods*.json"))  # left by `onetrip methods --output`
-        trained = {path.stem: json.loads(path.read_text()) for path in files}
+        # Left by `onetrip methods --output`.
+        trained = {path.stem: json.loads(path.read_text()) for path in sorted((folder / name).glob("methods*.json"))}
         shown = [*every(results), *(table for result in trained.values() for table in methods.tables(result))]
-        machines.append(
-            {
-                "id": name,
-                "provenance": provenance({**results, **trained}),
-                "tables": [(table, markdown(table)) for table in shown],
-                "figures": figures.of_docs(results),
-            }
-        )
+        machine = {"id": name, "provenance": provenance({**results, **trained}), "figures": [*plots.drawings(results)]}
+        machines.append({**machine, "tables": [(table, markdown(table)) for table in shown]})
     return environment.from_string(TEMPLATE.read_text()).render(machines=machines)
 
 
 def write(recorded: dict[str, Results], path: Path, folder: Path = RECORDED) -> None:
     html.write(path, render(recorded, folder))
     for machine, results in recorded.items():
-        figures.draw(machine, results, path.parent)
+        plots.draw(machine, results, path.parent)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,18 @@ from onetrip.html import Section, Table
 from ..measure.results import OPERATOR_SUITES, OTHERS, RECORDED, Results, UsageError
 from ..measure.results import read as read_machines
 from . import tables, targets
-from .figures import drawings
+from .plots import drawings
 
 _TITLE = "onetrip: measurements"
 _SECTIONS = {
     "targets": "Targets",
     "speed-ups": "Speed-up over torch eager",
     "widths": "Bandwidth against width",
-    "memory": "Memory",
     "attention": "Attention and SDPA",
     "training": "Training steps",
     "optimizers": "Optimizers",
     "overhead": "Overhead of a call",
     "measurements": "Every measurement",
-    "counters": "What the kernels do on the GPU",
     "installation": "Installation",
     "run": "What was run",
     "missing": "Without a number",
@@ -38,23 +35,9 @@ _SECTIONS = {
 """Topic -> title: what decides first."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What was written, and what it holds."""
-
-    path: Path
-    machines: tuple[str, ...]
-    others: tuple[str, ...]
-    """Files of `onetrip anatomy` and `onetrip methods`."""
-    figures: int
-    tables: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "path": str(self.path)}
-
-
-def write(folder: Path | None = None, output: Path | None = None) -> Report:
-    """Reads every machine's results below folder (default: the recorded ones), writes the page.
+def write(folder: Path | None = None, output: Path | None = None) -> dict[str, Any]:
+    """Reads every machine's results below folder (default: the recorded ones), writes the page. Returns its path, the
+    machines, the others: files of `onetrip anatomy` and `onetrip methods`; and how many figures and tables it has.
 
     output: a file, or a folder for report.html; default the folder of the results. Raises UsageError where there is
     nothing to read, a file cannot be read, a package is missing or the page cannot be written; then nothing is.
@@ -73,8 +56,9 @@ def write(folder: Path | None = None, output: Path | None = None) -> Report:
     except OSError as error:
         raise UsageError(f"cannot write to {path}: {error.strerror}") from None
     parts = [part for section in sections for part in section.parts]
-    counts = [sum(isinstance(part, kind) for part in parts) for kind in (html.Figure, Table)]
-    return Report(path, tuple(machines), tuple(str(found) for found in others), *counts)
+    kinds = {"figures": html.Figure, "tables": Table}
+    counts = {name: sum(isinstance(part, kind) for part in parts) for name, kind in kinds.items()}
+    return {"path": str(path), "machines": list(machines), "others": list(map(str, others)), **counts}
 
 
 def read(folder: Path) -> tuple[dict[str, Results], dict[Path, dict[str, Any]]]:
@@ -103,14 +87,17 @@ def facts(machines: dict[str, Results], others: dict[Path, dict[str, Any]]) -> d
     return {subject: "; ".join(words) for subject, words in found.items()}
 
 
+def _sections(read: Callable[[Any], Sequence[Section]], content: Any, failed: str) -> list[Section]:
+    try:
+        return list(read(content))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        # A file of another program, or of a version to come, that passed for results.
+        raise UsageError(f"{failed}: {type(error).__name__}: {error}") from error
+
+
 def _of_machines(machines: dict[str, Results]) -> Iterator[Section]:
     for machine, results in machines.items():
-        try:
-            found = sections(results)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            # A file of another program, or of a version to come, that passed for results.
-            raise UsageError(f"{machine}: its results cannot be read: {type(error).__name__}: {error}") from error
-        for section in found:
+        for section in _sections(sections, results, f"{machine}: its results cannot be read"):
             yield Section(f"{machine}: {section.title}" if len(machines) > 1 else section.title, section.parts)
 
 
@@ -141,8 +128,5 @@ def _of_others(others: dict[Path, dict[str, Any]]) -> Iterator[Section]:
     """By the functions of the commands that wrote them."""
     for path, content in others.items():
         kind = next(kind for kind in OTHERS if path.name.startswith(kind))
-        try:
-            found = importlib.import_module(f"onetrip.{kind}.report").sections(content)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise UsageError(f"{path}: not what `onetrip {kind}` writes: {type(error).__name__}: {error}") from error
-        yield from found
+        read = importlib.import_module(f"onetrip.{kind}.report").sections
+        yield from _sections(read, content, f"{path}: not what `onetrip {kind}` writes")

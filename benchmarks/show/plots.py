@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..measure.results import OPERATOR_SUITES, Results
 from . import targets
-from .tables import BOTH, Cases, attention_length, by_dtype_and_dropout, providers
+from .tables import Cases, of_every_width, providers, width_series
+from .tables import cases as cases_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-_MIB = 1 << 20
-MEMORY_LABEL = "MiB: saved for backward (upper bar of a pair), at the peak (lower, pale)"
 _KNOWN = {targets.EAGER: "#e07b30", "torch.compile": "#9467d6", "onetrip reference": "#8a8f98", "exact": "#8a8f98"}
 _ONETRIP = ("#2a7de1", "#12a5a5", "#5bb0f5")
 _OTHERS = ("#3fa35b", "#d1495b", "#c39a1c", "#c564b5", "#7a8b2f", "#b0744f", "#4c8fb5", "#e58fa0")
@@ -46,23 +48,6 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _rows(axes: Axes, names: Iterable[str]) -> None:
-    """A row for each name, the first at the top."""
-    labels = list(names)
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _panels(
-    cases: Cases, width: float, margin: float, heights: Sequence[float], n_columns: int = 1
-) -> tuple[Canvas, Iterator[tuple[Any, dict[str, Any]]]]:
-    """A figure, and (its axes, case) of each case: one below the other, of these heights in inches."""
-    drawn = canvas(width, sum(heights) + margin)
-    grid = drawn.subplots(len(cases), n_columns, squeeze=False, height_ratios=heights, sharey="row")
-    return drawn, zip(grid if n_columns > 1 else grid.flat, cases, strict=True)
-
-
 def legend(drawn: Canvas) -> None:
     """One for all axes, above them; each label once."""
     found = dict(
@@ -71,19 +56,10 @@ def legend(drawn: Canvas) -> None:
     drawn.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(5, len(found) or 1), frameon=False)
 
 
-def plain_ticks(axis: Any, ticks: Sequence[float] | None = None) -> None:
-    """Numbers as they are read, not powers of ten; ticks: those and no others."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
-
-    if ticks is not None:
-        axis.set_major_locator(FixedLocator(list(ticks)))
-        axis.set_minor_locator(FixedLocator([]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
 def widths(cases: Cases) -> Canvas:
     """GB/s and share of the copy limit against width, forward and backward; band: 20th to 80th percentile."""
+    from matplotlib.ticker import NullLocator
+
     drawn = canvas(10.5, 6.4)
     colour = colours(providers(cases))
     axes = drawn.subplots(2, 2, sharex=True, sharey="row")
@@ -113,7 +89,9 @@ def widths(cases: Cases) -> Canvas:
         bottom.set(xlabel="width of a row", ylim=(0, None))
         for each in (top, bottom):
             each.grid(True, linewidth=0.5)
-            plain_ticks(each.xaxis, ticks)
+            # Numbers as they are read, not powers of ten.
+            each.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
+            each.xaxis.set_minor_locator(NullLocator())
             each.tick_params(axis="x", labelrotation=45)
     axes[0][0].set_ylabel("GB/s")
     axes[1][0].set_ylabel("% of a copy's GB/s")
@@ -151,124 +129,6 @@ def speed_ups(cases: Cases) -> Canvas:
     return drawn
 
 
-def memory(cases: Cases) -> Canvas:
-    """MiB saved for backward and at the peak, every provider of every case."""
-    n_columns = 2 if len(cases) > 1 else 1
-    n_rows = math.ceil(len(cases) / n_columns)
-    most = max(len(case["providers"]) for case in cases)
-    drawn = canvas(10.5, n_rows * (0.75 + 0.34 * most) + 0.4)
-    colour = colours(providers(cases))
-    grid = drawn.subplots(n_rows, n_columns, squeeze=False)
-    for axes, case in zip(grid.flat, cases, strict=False):
-        memory_bars(axes, {entry["name"]: entry for entry in case["providers"]}, colour)
-        axes.set_title(f"{case['operator']}, {case['n_rows']:,} x {case['n_cols']:,} {case['dtype']}", fontsize=9)
-    for axes in grid.flat[len(cases) :]:
-        axes.set_axis_off()
-    drawn.supxlabel(MEMORY_LABEL, fontsize=9)
-    return drawn
-
-
-def memory_bars(axes: Axes, records: Mapping[str, dict[str, Any]], colour: Mapping[str, str]) -> None:
-    """A pair of horizontal bars with their numbers for each record that has both figures: MEMORY_LABEL."""
-    pairs = {
-        name: (record["saved_bytes"] / _MIB, record["peak_bytes"] / _MIB)
-        for name, record in records.items()
-        if "saved_bytes" in record and "peak_bytes" in record
-    }
-    longest = max(map(max, pairs.values()), default=0.0) or 1.0
-    for place, (name, pair) in enumerate(pairs.items()):
-        for offset, value, alpha in zip((-0.19, 0.19), pair, (1.0, 0.4), strict=True):
-            axes.barh(place + offset, value, height=0.36, color=colour[name], alpha=alpha)
-            axes.text(value + 0.01 * longest, place + offset, f"{value:,.1f}", va="center", fontsize=7)
-    _rows(axes, pairs)
-    axes.set_xlim(0, 1.12 * longest)
-    axes.tick_params(axis="x", labelsize=8)
-
-
-def attention(cases: Cases) -> Canvas:
-    """Forward and backward in milliseconds against the length, a panel for each dtype and dropout."""
-    panels = by_dtype_and_dropout(cases)
-    n_columns, n_rows = min(2, len(panels)), math.ceil(len(panels) / 2)
-    drawn = canvas(max(6.0, 5.25 * n_columns), 4.4 * n_rows)
-    colour = colours(providers(cases))
-    grid = drawn.subplots(n_rows, n_columns, squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    for axes, ((dtype, dropout_p), members) in zip(grid.flat, panels, strict=False):
-        for name in providers(members):
-            found = sorted(
-                (attention_length(case), entry[BOTH]["median_ms"])
-                for case in members
-                if BOTH in (entry := targets.provider(case, name))
-            )
-            if found:
-                axes.plot(*zip(*found, strict=True), label=name, color=colour[name], marker="o", markersize=4)
-        axes.set(title=f"{dtype}, dropout {dropout_p:g}", xlabel="tokens", xscale="log", yscale="log")
-        plain_ticks(axes.xaxis, sorted({attention_length(case) for case in members}))
-        plain_ticks(axes.yaxis)
-        axes.grid(True, linewidth=0.5)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("forward + backward, ms")
-    legend(drawn)
-    return drawn
-
-
-def _title(case: dict[str, Any]) -> str:
-    return f"{case['model']}, {case.get('dtype', 'fp32')}, {case['batch_size']} x {case['sequence_length']} tokens"
-
-
-def steps(cases: Cases) -> Canvas:
-    """Milliseconds of forward and backward of every step, stacked."""
-    drawn, panels = _panels(cases, 9.0, 0.5, [0.9 + 0.32 * len(case["steps"]) for case in cases])
-    for axes, case in panels:
-        for place, step in enumerate(case["steps"].values()):
-            start = 0.0
-            for which, colour in (("forward", "#2a7de1"), ("backward", "#e07b30"), ("optimizer", "#3fa35b")):
-                if which in step:
-                    axes.barh(place, step[which]["median_ms"], left=start, height=0.6, color=colour, label=which)
-                    start += step[which]["median_ms"]
-            axes.annotate(f"{start:,.0f}", (start, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-        _rows(axes, case["steps"])
-        axes.margins(x=0.08)
-        axes.set_title(_title(case), fontsize=9)
-    legend(drawn)
-    drawn.axes[-1].set_xlabel("ms, medians")
-    return drawn
-
-
-def steps_memory(cases: Cases) -> Canvas:
-    """MiB saved for backward and at the peak, of every step."""
-    drawn, panels = _panels(cases, 9.0, 0.4, [0.9 + 0.4 * len(case["steps"]) for case in cases])
-    for axes, case in panels:
-        colour = {name: "#e07b30" if name.startswith("eager") else "#2a7de1" for name in case["steps"]}
-        memory_bars(axes, case["steps"], colour)
-        axes.set_title(_title(case), fontsize=9)
-    drawn.supxlabel(MEMORY_LABEL, fontsize=9)
-    return drawn
-
-
-def optimizers(cases: Cases) -> Canvas:
-    """Milliseconds of a step of every optimizer, and the bytes of state that it keeps of a parameter."""
-    drawn, panels = _panels(cases, 10.5, 0.3, [0.9 + 0.3 * len(case["providers"]) for case in cases], n_columns=2)
-    for (left, right), case in panels:
-        timed = [entry for entry in case["providers"] if "step" in entry]
-        colour = colours(entry["name"] for entry in timed)
-        for axes, values, digits in (
-            (left, [entry["step"]["median_ms"] for entry in timed], 3),
-            (right, [entry["state_bytes_per_parameter"] for entry in timed], 4),
-        ):
-            axes.barh(range(len(timed)), values, height=0.62, color=[colour[entry["name"]] for entry in timed])
-            for place, value in enumerate(values):
-                text = f"{value:.{digits}g}" if value < 1000 else f"{value:,.0f}"
-                axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-            axes.margins(x=0.14)
-            _rows(axes, [entry["name"] for entry in timed])
-        left.set_title(f"{case['model']}, {case['dtype']}", fontsize=9, loc="left")
-    left.set_xlabel("ms a step, median")
-    right.set_xlabel("bytes of state a parameter")
-    return drawn
-
-
 def language_model(cases: Cases) -> Canvas:
     """Training loss with every optimizer: the mean of the seeds, and the range of them."""
     drawn = canvas(8, 4.5)
@@ -300,3 +160,47 @@ def streams(cases: Cases) -> Canvas:
         axes.grid(True, linewidth=0.5)
     drawn.axes[0].legend(fontsize="small", frameon=False)
     return drawn
+
+
+@dataclass(frozen=True)
+class Drawing:
+    topic: str
+    """The section of the page that it stands in."""
+    name: str
+    """Name of its file, without an extension."""
+    title: str
+    plot: Callable[[], Canvas]
+    note: str = ""
+
+
+def drawings(results: Results) -> Iterator[Drawing]:
+    """The figures of one machine's results: curves, and speed-ups by colour. A number or two of a provider stand in
+    tables."""
+    for (operator, dtype), members in width_series(of_every_width(results)).items():
+        if dtype == "fp32":
+            yield Drawing(
+                "widths",
+                f"width-{operator}-{dtype}",
+                f"{operator}, {dtype}: bandwidth against width",
+                partial(widths, members),
+                "GB/s: the least bytes that the pass must move over its median time; bands: 20th to 80th percentile. "
+                "Dashed: what a copy of a tensor of that size reached in the same rounds.",
+            )
+    faster = "torch eager's median over onetrip's: above 1 onetrip is faster (blue), below 1 slower (red)."
+    bound = "The largest update of every gradient stream; dotted: the bound of exact Adam"
+    loss = "Training loss with each optimizer, mean and range of the seeds"
+    if operators := cases_of(results, *OPERATOR_SUITES):
+        title = "How many times faster than torch eager"
+        yield Drawing("speed-ups", "speed_up", title, partial(speed_ups, operators), faster)
+    if found := cases_of(results, "adam_streams"):
+        yield Drawing("optimizers", "adam_streams", bound, partial(streams, found))
+    if found := cases_of(results, "adam_training"):
+        yield Drawing("optimizers", "adam_training", loss, partial(language_model, found))
+
+
+def draw(machine: str, results: Results, docs: Path) -> None:
+    """Writes docs/figures/<machine>/<name>.png."""
+    folder = docs / "figures" / machine
+    for drawing in drawings(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        drawing.plot().savefig(folder / f"{drawing.name}.png", dpi=110, metadata={"Software": None})

@@ -1,9 +1,9 @@
-"""Tables of training steps, optimizers, overhead and installation, of kernels under ncu, and of a full run."""
+"""Tables of training steps, optimizers, overhead and installation, and of a full run."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from onetrip.html import Cell, Table
@@ -14,6 +14,7 @@ from .tables import (
     BOTH,
     Cases,
     Column,
+    by_provider,
     cases,
     error,
     fixed,
@@ -22,10 +23,8 @@ from .tables import (
     microseconds,
     milliseconds,
     of_copy,
-    percent,
     providers,
     ratio,
-    shown,
     table,
 )
 
@@ -41,29 +40,25 @@ def by_topic(results: Results) -> dict[str, list[Table]]:
         ],
         "installation": install(cases(results, "install")),
         "overhead": overhead(cases(results, "overhead")),
-        "counters": [*counters(results)],
         "run": verified(cases(results, "everything")),
     }
 
 
 def training(cases: Cases) -> Iterator[Table]:
     """A table a case; a row is (name of the variant, what was measured of it)."""
+
+    def times(which: str, head: str = "") -> Column:
+        return f"{head or which} ms", lambda row: milliseconds(row[1].get(which))
+
     for case in cases:
-        on_gpu = any("kernels_ms" in step for step in case["steps"].values())
-        part, key, of = (
-            ("kernels", "kernels_ms", "step")
-            if on_gpu
-            else ("matrix products", "matrix_products_ms", "forward and backward")
-        )
+        part, key, of, digits = "matrix products", "matrix_products_ms", "forward and backward", 0
+        if any("kernels_ms" in step for step in case["steps"].values()):
+            part, key, of, digits = "kernels", "kernels_ms", "step", 1
         columns: list[Column] = [
             ("variant", lambda row: row[0]),
-            *(
-                _times(head, which)
-                for head, which in (("forward", "forward"), ("backward", "backward"), ("both", BOTH))
-            ),
-            *(_times(which, which) for which in ("optimizer", "step")),
+            *(times("forward"), times("backward"), times(BOTH, "both"), times("optimizer"), times("step")),
             ("samples/s", lambda row: fixed(row[1].get("samples_per_s"), 1)),
-            (f"{part} ms", lambda row, key=key, digits=int(on_gpu): fixed(row[1].get(key), digits)),
+            (f"{part} ms", lambda row, key=key, digits=digits: fixed(row[1].get(key), digits)),
             ("saved MiB", lambda row: mib(row[1].get("saved_bytes"))),
             ("peak MiB", lambda row: mib(row[1].get("peak_bytes"))),
             ("with weights and states MiB", lambda row: mib(row[1].get("training_bytes"))),
@@ -79,10 +74,6 @@ def training(cases: Cases) -> Iterator[Table]:
             "Peak: above weights and states."
         )
         yield from table(title, columns, case["steps"].items(), note)
-
-
-def _times(head: str, which: str) -> Column:
-    return f"{head} ms", lambda row: milliseconds(row[1].get(which))
 
 
 def default_patch(cases: Cases) -> list[Table]:
@@ -104,44 +95,40 @@ def default_patch(cases: Cases) -> list[Table]:
 
 
 def adam(cases: Cases) -> Iterator[Table]:
+    over_ours = partial(targets.speed_up, part="step", ours=targets.ADAM)
+    columns: list[Column] = [
+        ("optimizer", lambda row: row.entry["name"]),
+        ("step ms", lambda row: milliseconds(row.entry["step"])),
+        ("its time / onetrip's", lambda row: ratio(over_ours(row.case, against=row.entry["name"]))),
+        ("GB/s", lambda row: gigabytes(row.entry["step"])),
+        ("of copy", lambda row: of_copy(row.entry["step"])),
+        ("state bytes a parameter", lambda row: fixed(row.entry["state_bytes_per_parameter"], 3)),
+        ("temporary MiB", lambda row: mib(row.entry["temporary_bytes"])),
+        ("error", lambda row: error(row.entry["check"].get("largest_error"))),
+    ]
     for case in cases:
-
-        def slowdown(entry: dict[str, Any], case: dict[str, Any] = case) -> Cell | None:
-            """Its time over onetrip's."""
-            return ratio(targets.speed_up(case, "step", entry["name"], targets.ADAM))
-
-        columns: list[Column] = [
-            ("optimizer", lambda entry: entry["name"]),
-            ("step ms", lambda entry: milliseconds(entry["step"])),
-            ("its time / onetrip's", slowdown),
-            ("GB/s", lambda entry: gigabytes(entry["step"])),
-            ("of copy", lambda entry: of_copy(entry["step"])),
-            ("state bytes a parameter", lambda entry: fixed(entry["state_bytes_per_parameter"], 3)),
-            ("temporary MiB", lambda entry: mib(entry["temporary_bytes"])),
-            ("error", lambda entry: error(entry["check"].get("largest_error"))),
-        ]
         note = (
             f"{case['n_tensors']:,} tensors, {case['n_parameters']:,} parameters. GB/s: parameters and states read and "
             f"written, gradients read (twice to clip). A copy ran at {case['copy']['gb_per_s']:.1f} GB/s. error: of 20 "
             "updates under gradients of a normal distribution, root mean square, relative to exact ones."
         )
-        timed = (entry for entry in case["providers"] if entry["check"]["passed"])
+        timed = [row for row in by_provider([case]) if row.entry["check"]["passed"]]
         yield from table(f"A step of AdamW: {case['model']}, {case['dtype']}", columns, timed, note)
 
 
 def streams(cases: Cases) -> list[Table]:
     columns: list[Column] = [
-        ("gradients", lambda row: row[0]["stream"]),
-        ("optimizer", lambda row: row[1]["name"]),
-        ("relative error of updates", lambda row: fixed(row[1]["relative_rms"], 3)),
-        ("largest update / lr", lambda row: fixed(row[1]["largest_update"], 2)),
-        ("exact largest", lambda row: fixed(targets.provider(row[0], "exact")["largest_update"], 2)),
+        ("gradients", lambda row: row.case["stream"]),
+        ("optimizer", lambda row: row.entry["name"]),
+        ("relative error of updates", lambda row: fixed(row.entry["relative_rms"], 3)),
+        ("largest update / lr", lambda row: fixed(row.entry["largest_update"], 2)),
+        ("exact largest", lambda row: fixed(targets.provider(row.case, "exact")["largest_update"], 2)),
     ]
-    rows = [(case, entry) for case in cases for entry in case["providers"] if entry["name"] != "exact"]
     note = (
         f"{cases[0]['n_steps'] if cases else 0} steps; root mean square of the error of the updates over that of exact "
         "Adam's. Exact Adam's largest update is 7.27 lr, whatever the gradients."
     )
+    rows = [row for row in by_provider(cases) if row.entry["name"] != "exact"]
     return table("8-bit states: the updates", columns, rows, note)
 
 
@@ -201,50 +188,6 @@ def overhead(cases: Cases) -> list[Table]:
         *map(time, others),
     ]
     return table("Overhead of a call", columns, cases)
-
-
-def _function(demangled: str) -> str:
-    """Without its namespace, what it is instantiated for, and its parameters."""
-    found = re.search(r"(\w+)(?=[<(]|$)", demangled.replace("(anonymous namespace)::", ""))
-    return found[1] if found else demangled
-
-
-_COUNTED: list[Column] = [
-    ("launch", lambda row: row[0]["case"]),
-    ("of copy", lambda row: shown(row[0]["share_of_copy"], "{:.0f}%", 0.01)),
-    ("kernel", lambda row: _function(row[1]["kernel"])),
-    ("µs", lambda row: shown(row[1]["duration_ns"], "{:.1f}", 1e3)),
-    ("read MiB", lambda row: mib(row[1]["read_bytes"])),
-    ("written MiB", lambda row: mib(row[1]["written_bytes"])),
-    ("floor MiB", lambda row: mib(row[0]["floor_bytes"])),
-    ("moved at", lambda row: shown(row[1]["moved_share_of_copy"], "{:.0f}%", 0.01)),
-    ("instr./el.", lambda row: fixed(row[1]["instructions_per_element"], 1)),
-    ("issue", lambda row: percent(row[1]["issue_percent"])),
-    ("occup.", lambda row: percent(row[1]["occupancy_percent"])),
-    ("L2", lambda row: percent(row[1]["l2_percent"])),
-    ("regs", lambda row: fixed(row[1]["registers"], 0)),
-    ("shared KiB", lambda row: shown(row[1]["shared_bytes"], "{:.1f}", 1 << 10)),
-    ("local MiB", lambda row: mib(row[1]["local_bytes"])),
-    ("grid x block", lambda row: re.sub(r"(, 1)*\)|\(", "", f"{row[1]['grid']} x {row[1]['block']}")),
-]
-"""A row is (case, one of its kernels)."""
-
-
-def counters(results: Results) -> Iterator[Table]:
-    """What Nsight Compute counted, a table a backend, what is furthest from the speed of a copy first."""
-    note = (
-        "Caches empty, clocks as they are. Of copy: the floor, which the whole launch must move, in the time of all "
-        "its kernels, over this GPU's copy. Moved at: what this kernel moved through DRAM, of the copy's speed; "
-        "what is still in L2 when it ends is not written. Instr./el.: instructions of warps, times 32, an element. "
-        "Issue: clocks in which a scheduler issued, of those in which it had warps. Occup.: warps that were there, of "
-        "those that fit. L2: of its peak. Local: spills, and arrays that are indexed."
-    )
-    for suite, content in results.items():
-        if suite.startswith("counters-"):
-            cases = sorted(content["cases"], key=lambda case: case["share_of_copy"] or float("inf"))
-            rows = ((case, kernel) for case in cases for kernel in case["kernels"])
-            title = f"What the kernels do on the GPU: {suite.removeprefix('counters-')}"
-            yield from table(title, _COUNTED, rows, note)
 
 
 def verified(cases: Cases) -> list[Table]:

@@ -57,7 +57,6 @@ def shown(value: float | None, form: str, unit: float = 1.0) -> Cell | None:
     return None if value is None else Cell(value, form.format(value / unit))
 
 
-percent = partial(shown, form="{:.0f}%")
 ratio = partial(shown, form="{:.2f}x")
 error = partial(shown, form="{:.0e}")
 mib = partial(shown, form="{:.1f}", unit=_MIB)
@@ -99,15 +98,15 @@ def verdicts(results: Results) -> list[Table]:
     return table("Targets", columns, judged)
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """A provider of a case; without numbers where it failed its check."""
 
     case: dict[str, Any]
     entry: dict[str, Any]
 
 
-def _rows(cases: Cases) -> list[_Row]:
-    return [_Row(case, entry) for case in cases for entry in case["providers"]]
+def by_provider(cases: Cases) -> list[Row]:
+    return [Row(case, entry) for case in cases for entry in case["providers"]]
 
 
 def _milliseconds(name: str) -> Column:
@@ -152,35 +151,36 @@ def operators(cases: Cases) -> Iterator[Table]:
             f"at {case['copy_to_fresh_memory']['gb_per_s']:.1f} GB/s into a tensor that it allocates."
         )
         title = f"{case['operator']}, {case['n_rows']} x {case['n_cols']} {case['dtype']}"
-        yield from table(title, _PROVIDER, _rows([case]), note)
+        yield from table(title, _PROVIDER, by_provider([case]), note)
 
 
 def measurements(cases: Cases) -> list[Table]:
     """All cases in one table, to be sorted."""
-    return table("Every operator, shape, dtype and provider", [*_CASE, *_PROVIDER], _rows(cases))
+    return table("Every operator, shape, dtype and provider", [*_CASE, *_PROVIDER], by_provider(cases))
+
+
+def grouped(cases: Cases, *names: str) -> dict[tuple[Any, ...], Cases]:
+    """Their values of these names -> the cases that have them."""
+    found: dict[tuple[Any, ...], Cases] = {}
+    for case in cases:
+        found.setdefault(tuple(case[name] for name in names), []).append(case)
+    return found
 
 
 def width_series(cases: Cases) -> dict[tuple[str, str], Cases]:
     """(operator, dtype) -> its cases by width, of what was measured at more than one."""
-    series: dict[tuple[str, str], Cases] = {}
-    for case in cases:
-        series.setdefault((case["operator"], case["dtype"]), []).append(case)
-    return {
-        name: sorted(members, key=lambda case: case["n_cols"]) for name, members in series.items() if len(members) > 1
-    }
+    series = grouped(cases, "operator", "dtype").items()
+    return {name: sorted(found, key=lambda case: case["n_cols"]) for name, found in series if len(found) > 1}
 
 
 def with_own_table(results: Results) -> Cases:
     """The full cases, then those that stand in no series of widths; a GPU's many shapes left out."""
     found = cases(results, *OPERATOR_SUITES)
-    series = width_series(of_every_width(results)).values()
-    shown = {case["case"] for members in series for case in members}
+    shown = {case["case"] for members in width_series(of_every_width(results)).values() for case in members}
+    others = (case for case in found if not case["full"] and case["case"] not in shown)
     shapes = gpu_shapes()
-    return [case for case in found if case["full"]] + [
-        case
-        for case in found
-        if not case["full"] and case["case"] not in shown and (case["n_rows"], case["n_cols"]) not in shapes
-    ]
+    full = [case for case in found if case["full"]]
+    return [*full, *(case for case in others if (case["n_rows"], case["n_cols"]) not in shapes)]
 
 
 def _torch_and_onetrip(which: str) -> list[Column]:
@@ -201,10 +201,7 @@ def widths(cases: Cases) -> Iterator[Table]:
 
 def by_dtype_and_dropout(cases: Cases) -> list[tuple[tuple[str, float], Cases]]:
     """Cases of attention by (dtype, dropout_p): fp32 first, and without dropout first."""
-    found: dict[tuple[str, float], Cases] = {}
-    for case in cases:
-        found.setdefault((case["dtype"], case["dropout_p"]), []).append(case)
-    return sorted(found.items(), key=lambda item: (item[0][0] != "fp32", *item[0]))
+    return sorted(grouped(cases, "dtype", "dropout_p").items(), key=lambda item: (item[0][0] != "fp32", *item[0]))
 
 
 def attention(cases: Cases) -> Iterator[Table]:
@@ -216,7 +213,7 @@ def attention(cases: Cases) -> Iterator[Table]:
         "With dropout every provider was checked without it: a mask cannot be read off the output."
     )
     for (dtype, dropout_p), members in by_dtype_and_dropout(cases):
-        rows = [row for row in _rows(members) if row.entry["check"]["passed"]]
+        rows = [row for row in by_provider(members) if row.entry["check"]["passed"]]
         yield from table(f"Attention, {dtype}, dropout {dropout_p:g}", columns, rows, note)
 
 
@@ -225,37 +222,27 @@ def attention_length(case: dict[str, Any]) -> int:
     return int(case["operator"].split("-")[1][1:])
 
 
-class _Duel(NamedTuple):
-    """The fastest backend of SDPA, and onetrip."""
-
-    case: dict[str, Any]
-    sdpa: dict[str, Any]
-    ours: dict[str, Any]
-
-    @property
-    def ratio(self) -> float:
-        return float(self.sdpa[BOTH]["median_ms"] / self.ours[BOTH]["median_ms"])
-
-
 def attention_winners(cases: Cases) -> list[Table]:
-    duels = []
+    """A row is (case, the fastest backend of SDPA, onetrip, its time over onetrip's)."""
+    rows = []
     for case in cases:
         timed = [entry for entry in case["providers"] if BOTH in entry]
         sdpa = [entry for entry in timed if entry["name"].startswith("SDPA")]
         ours = targets.own({"providers": timed})
         if sdpa and ours:
-            duels.append(_Duel(case, min(sdpa, key=lambda entry: entry[BOTH]["median_ms"]), ours))
+            fastest = min(sdpa, key=lambda entry: entry[BOTH]["median_ms"])
+            rows.append((case, fastest, ours, fastest[BOTH]["median_ms"] / ours[BOTH]["median_ms"]))
     columns: list[Column] = [
-        ("length", lambda duel: attention_length(duel.case)),
-        ("dtype", lambda duel: duel.case["dtype"]),
-        ("dropout", lambda duel: duel.case["dropout_p"]),
-        ("fastest of SDPA", lambda duel: duel.sdpa["name"]),
-        ("its both ms", lambda duel: milliseconds(duel.sdpa[BOTH])),
-        ("onetrip both ms", lambda duel: milliseconds(duel.ours[BOTH])),
-        ("faster", lambda duel: "onetrip" if duel.ratio > 1.0 else "SDPA"),
-        ("by", lambda duel: ratio(max(duel.ratio, 1.0 / duel.ratio))),
+        ("length", lambda row: attention_length(row[0])),
+        ("dtype", lambda row: row[0]["dtype"]),
+        ("dropout", lambda row: row[0]["dropout_p"]),
+        ("fastest of SDPA", lambda row: row[1]["name"]),
+        ("its both ms", lambda row: milliseconds(row[1][BOTH])),
+        ("onetrip both ms", lambda row: milliseconds(row[2][BOTH])),
+        ("faster", lambda row: "onetrip" if row[3] > 1.0 else "SDPA"),
+        ("by", lambda row: ratio(max(row[3], 1.0 / row[3]))),
     ]
-    return table("Attention: where SDPA wins", columns, duels)
+    return table("Attention: where SDPA wins", columns, rows)
 
 
 def graphs(cases: Cases) -> list[Table]:
@@ -266,7 +253,7 @@ def graphs(cases: Cases) -> list[Table]:
         _milliseconds("both"),
         ("alone", lambda row: milliseconds(row.entry["graph"].get(BOTH))),
     ]
-    return table("Kernels alone, as CUDA graphs", columns, (row for row in _rows(cases) if "graph" in row.entry))
+    return table("Kernels alone, as CUDA graphs", columns, (row for row in by_provider(cases) if "graph" in row.entry))
 
 
 def without_number(cases: Iterable[dict[str, Any]]) -> list[Table]:

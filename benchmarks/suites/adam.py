@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from onetrip.optim import AdamW8bit
 
 from ..measure.cases import DTYPE_NAMES, Record, Session, available, needed, one_line
 from ..measure.timing import at_speed, clock_for, rotated
-from .optimizers import OptimizerProvider, make, providers_for, relative_error
+from .optimizers import OptimizerProvider, make, providers_for, relative_rms, updates
 
 ROUNDS, QUICK_ROUNDS = 21, 5
 MOST_SECONDS = 20.0  # of one provider in one case
@@ -54,6 +55,13 @@ def cases(quick: bool = False) -> list[AdamCase]:
     return found if quick else [*found, AdamCase("bert_base", torch.bfloat16, quick)]
 
 
+def _gradients() -> Iterator[list[torch.Tensor]]:
+    """Of 20 steps, of a normal distribution: a parameter that is large enough for 8 bits, small ones beside it."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        yield [torch.randn(shape, generator=generator) for shape in ((64, 256), (100,), (3, 5))]
+
+
 @dataclass
 class _Candidate:
     provider: OptimizerProvider
@@ -74,7 +82,7 @@ def _candidate(
     """Its optimizer, None where it fails its check; and what its record says of the check and of memory."""
     error, detail = None, ""
     try:
-        error = relative_error(provider, device)
+        error = relative_rms(updates(provider, device, _gradients()))
         candidate = _Candidate(provider, make(provider, params), clipped=[])
         if isinstance(candidate.optimizer, AdamW8bit) and clips:
             candidate.optimizer.max_grad_norm = MAX_GRAD_NORM

@@ -10,7 +10,7 @@ from onetrip.cpu_advice import multiplies_bfloat16_in_vectors
 from onetrip.ops.attention import attention
 from torch import Tensor
 
-from ..measure.cases import Case, Dropout, LeastBytes, Named, Operator, Outputs, dtypes
+from ..measure.cases import Case, Dropout, Named, Operator, Outputs, dtypes, matrices
 from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
@@ -47,17 +47,13 @@ def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Op
         batch_first = [rows.view(-1, length, 1, rows.shape[-1]) for rows in (query, key, value)]
         return attend(*batch_first, dropout_p=dropout_p).reshape(query.shape)
 
-    def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
-        matrix = n_rows * n_cols * itemsize
-        return LeastBytes(4 * matrix, 8 * matrix)  # q, k, v, output; and their gradients
-
     return Operator(
         f"attention-L{length}-p{dropout_p:g}",
         ("query", "key", "value"),
         (),
         formula,
         fused,
-        least_bytes,
+        matrices(4, 8),  # q, k, v, output; and their gradients
         dropout_p,
         between=lambda n_rows, n_cols: 3 * n_rows * length,  # weights, their gradient, that of the scores
         twin=twin,

@@ -9,7 +9,7 @@ from onetrip import ops
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases, matrices
 from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
@@ -25,12 +25,6 @@ def _labels(n_rows: int, n_classes: int, share: float, device: torch.device) -> 
     kept = torch.rand(n_rows, generator=generator) < share
     kept[0] = True
     return {"labels": torch.where(kept, labels, IGNORED).to(device)}
-
-
-def _row_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
-    # Forward: logits read. Backward: logits read, their gradient written.
-    matrix = n_rows * n_cols * itemsize
-    return LeastBytes(matrix, 2 * matrix)
 
 
 def _eager_rows(dropout: Dropout, logits: Tensor, labels: Tensor) -> Outputs:
@@ -93,7 +87,7 @@ CROSS_ENTROPY = Operator(
     (),
     _eager_rows,
     ops.cross_entropy,
-    _row_bytes,
+    matrices(1, 2),  # forward: logits read; backward: logits read, their gradient written
     constants=lambda n_rows, n_cols, dtype, device: _labels(n_rows, n_cols, 1.0, device),
     others=form("liger", "liger_cross_entropy", _liger),
     family="cross_entropy",

@@ -6,17 +6,16 @@ training forward and backward, in evaluation forward without gradients. The mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import onetrip
 import torch
-from onetrip.measure import now, saved_bytes
+from onetrip.measure import saved_bytes
 from torch import Tensor, nn
 
 from ..measure.cases import DTYPE_NAMES, Record, Session, Skip, needed
-from ..measure.timing import summarise
+from ..measure.timing import Clock, clock_for, summarise
 
 BATCH_SIZE, SEQUENCE_LENGTH, VOCABULARY = 2, 384, 8192
 ROUNDS, QUICK_ROUNDS, WARM_UP = 11, 2, 3
@@ -83,20 +82,14 @@ def _batch(case: PatchCase, config: Any, device: torch.device) -> dict[str, Tens
     return {"input_ids": ids, "labels": ids}
 
 
-def _times_float32(dtype: torch.dtype, device: torch.device) -> float:
+def _times_float32(dtype: torch.dtype, clock: Clock, device: torch.device) -> float:
     """What a matrix product takes, in that of float32."""
 
-    def seconds(of: torch.dtype) -> float:
+    def milliseconds(of: torch.dtype) -> float:
         matrix = torch.ones(256, 256, dtype=of, device=device)
-        return min(_milliseconds(lambda: matrix @ matrix, device) for _ in range(3))
+        return min(clock.time(lambda: matrix @ matrix)[0] for _ in range(3))
 
-    return 1.0 if dtype == torch.float32 else seconds(dtype) / seconds(torch.float32)
-
-
-def _milliseconds(function: Callable[[], object], device: torch.device) -> float:
-    start = now(device)
-    function()
-    return (now(device) - start) * 1e3
+    return 1.0 if dtype == torch.float32 else milliseconds(dtype) / milliseconds(torch.float32)
 
 
 class _Model:
@@ -132,7 +125,8 @@ class _Model:
 
 
 def measure(case: PatchCase, session: Session) -> Record:
-    times = _times_float32(case.dtype, session.device)
+    clock = clock_for(session.device)
+    times = _times_float32(case.dtype, clock, session.device)
     if times > _MOST_TIMES_FLOAT32:
         raise Skip(f"a matrix product in {DTYPE_NAMES[case.dtype]} takes {times:.0f} times that in float32 here")
     models = {name: _Model(case, session.device, name == "patched") for name in ("unpatched", "patched")}
@@ -145,7 +139,7 @@ def measure(case: PatchCase, session: Session) -> Record:
             order = list(models) if turn % 2 else list(models)[::-1]
             for name in order:
                 models[name].model.zero_grad()
-                spent = _milliseconds(models[name].call, session.device)
+                spent, _ = clock.time(models[name].call)
                 if turn >= WARM_UP:
                     samples[name].append(spent)
 

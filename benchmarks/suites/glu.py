@@ -6,23 +6,17 @@ from onetrip import ops
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases, matrices
 from ..measure.side_by_side import measure as measure
 
 ROWS = 2048
 WIDTHS = (2816, 1024, 4096, 14336)
 
 
-def _glu_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
-    # Forward: gate and up read, y written. Backward: dy, gate and up read, both gradients written.
-    matrix = n_rows * n_cols * itemsize
-    return LeastBytes(3 * matrix, 5 * matrix)
-
-
-def _packed_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
-    # The same of halves: n_cols are those of both.
-    whole = _glu_bytes(n_rows, n_cols, itemsize)
-    return LeastBytes(whole.forward // 2, whole.backward // 2)
+# Forward: gate and up read, y written. Backward: dy, gate and up read, both gradients written.
+_glu_bytes = matrices(3, 5)
+# The same of halves: n_cols are those of both.
+_packed_bytes = matrices(1.5, 2.5)
 
 
 def _bias_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
@@ -62,12 +56,8 @@ PACKED = Operator(
     between=lambda n_rows, n_cols: n_rows * n_cols // 2,
     family="glu",
 )
-OPERATORS = (
-    GLU,
-    PACKED,
-    _bias_gelu("bias_activation-gelu", 0.0),
-    _bias_gelu("bias_activation-gelu-p0.1", 0.1),
-)
+BIAS_GELU = _bias_gelu("bias_activation-gelu", 0.0), _bias_gelu("bias_activation-gelu-p0.1", 0.1)
+OPERATORS = (GLU, PACKED, *BIAS_GELU)
 
 
 def cases(quick: bool = False) -> list[Case]:

@@ -4,7 +4,7 @@ and exact AdamW."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,38 +90,31 @@ def make(
     return provider.make(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=weight_decay)
 
 
-class ExactUpdates:
-    """u of Adam in float64: what a step without decay subtracts from the parameter, divided by lr."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.t = 0
-        self.exp_avg = torch.zeros(shape, dtype=torch.float64)
-        self.exp_avg_sq = torch.zeros(shape, dtype=torch.float64)
-
-    def next(self, grad: Tensor) -> Tensor:
-        self.t += 1
-        g = grad.double()
-        self.exp_avg.lerp_(g, 1 - BETAS[0])
-        self.exp_avg_sq.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
-        root = (self.exp_avg_sq / (1 - BETAS[1] ** self.t)).sqrt_()
-        return self.exp_avg / (1 - BETAS[0] ** self.t) / (root + EPS)
-
-
-def relative_error(provider: OptimizerProvider, device: torch.device) -> float:
-    """Root mean square of the error of the updates over that of exact ones: gradients of a normal distribution, a
-    parameter that is large enough for 8 bits, small ones beside it."""
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in ((64, 256), (100,), (3, 5))]
-    optimizer = make(provider, params, weight_decay=0.0)
-    exact = [ExactUpdates(p.shape) for p in params]
-    wrong = right = 0.0
-    for _ in range(20):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(device)
+def updates(
+    provider: OptimizerProvider, device: torch.device, grads: Iterable[Sequence[Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(What a step without decay takes from all parameters, divided by lr; the same of exact Adam in float64), step by
+    step. grads: of all parameters, step by step."""
+    params: list[torch.nn.Parameter] = []
+    exp_avg = exp_avg_sq = torch.zeros((), dtype=torch.float64)
+    for t, step in enumerate(grads, start=1):
+        if not params:
+            params = [torch.nn.Parameter(torch.zeros(grad.shape, device=device)) for grad in step]
+            optimizer = make(provider, params, weight_decay=0.0)
+        for p, grad in zip(params, step, strict=True):
             p.data.zero_()
+            p.grad = grad.to(device)
         optimizer.step()
-        for p, updates in zip(params, exact, strict=True):
-            truth = updates.next(p.grad.cpu())
-            wrong += (p.detach().cpu().double() / -LR - truth).square().sum().item()
-            right += truth.square().sum().item()
-    return (wrong / right) ** 0.5
+        g = torch.cat([grad.flatten() for grad in step]).double()
+        exp_avg = torch.lerp(exp_avg.expand_as(g), g, 1 - BETAS[0])
+        exp_avg_sq = BETAS[1] * exp_avg_sq + (1 - BETAS[1]) * g * g
+        root = (exp_avg_sq / (1 - BETAS[1] ** t)).sqrt()
+        exact = exp_avg / (1 - BETAS[0] ** t) / (root + EPS)
+        yield torch.cat([p.detach().cpu().double().flatten() for p in params]) / -LR, exact
+
+
+def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Root mean square of the error of the updates over that of exact ones."""
+    squares = [((taken - exact).square().sum(), exact.square().sum()) for taken, exact in pairs]
+    wrong, right = map(sum, zip(*squares, strict=True))
+    return (wrong / right).sqrt().item()

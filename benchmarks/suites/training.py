@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
@@ -39,7 +39,6 @@ PHASES = ("forward", "backward", "optimizer")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far the loss without dropout may be from the first variant's, relative to it where it is above 1."""
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-
 
 _BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 _LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
@@ -79,8 +78,6 @@ _GPU_CASES = (
     TrainingCase("gpt2", 8, 1024, 12, torch.bfloat16),
     *(TrainingCase("llama_1b", batch_size, 1024, 22, torch.bfloat16) for batch_size in (4, 12)),
 )
-
-
 _LANGUAGE_MODELS = (
     TrainingCase("bert_base_mlm", 4, 256, 12, torch.bfloat16),
     TrainingCase("llama_100m", 4, 768, 12, torch.bfloat16),
@@ -182,15 +179,9 @@ class Trainer:
             torch._dynamo.reset()
             self._call = torch.compile(self.model, dynamic=False)
 
-    def _precision(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._dtype == torch.float32 else torch.autocast(self._device.type, self._dtype)
-
     def forward(self) -> Tensor:
-        with self._precision():
+        with nullcontext() if self._dtype == torch.float32 else torch.autocast(self._device.type, self._dtype):
             return self._call(**self.batch).loss
-
-    def forward_backward(self) -> None:
-        self.forward().backward()
 
     def step(self, mark: Callable[[], None] = lambda: None) -> None:
         """mark: called before each phase and at the end. Leaves no gradients: other trainers may need their memory."""
@@ -204,14 +195,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def loss_without_dropout(self) -> float:
-        """All variants compute the same function then. Of what is timed: compiled where that is, which a change of
-        dropout would compile again; else in training, where linear_cross_entropy has its effect."""
-        if self._call is not self.model:
-            self.model.eval()
-            with torch.no_grad(), self._precision():
-                loss = self._call(**self.batch).loss.item()
-            self.model.train()
-            return loss
+        """All variants compute the same function then. In training, where linear_cross_entropy has its effect."""
         dropouts = {module: module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)}
         for module in dropouts:
             module.p = 0.0
@@ -220,27 +204,18 @@ class Trainer:
             module.p = p
         return loss
 
-    def held_bytes(self) -> int:
-        """Bytes of weights, buffers and optimizer states."""
-        return storage_bytes([*self.parameters, *self.model.buffers()]) + optimizer_state_bytes(self.optimizer)
-
     def matrix_products_ms(self) -> float:
         """Milliseconds of matrix products in one forward and backward, in the calling thread."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            self.forward_backward()
+            self.forward().backward()
         self.optimizer.zero_grad()
         return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3
 
-    def kernels_ms(self) -> float:
-        """Milliseconds of all kernels of one step, added up: where a step takes longer, the GPU waited for its host."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.step()
-            torch.cuda.synchronize(self._device)
-        return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
-
     def memory(self) -> dict[str, int]:
         saved = saved_bytes(self.forward, excluded=self.parameters)
-        peak, held = peak_bytes(self.step, self._device), self.held_bytes()
+        peak = peak_bytes(self.step, self._device)
+        # Weights, buffers and optimizer states.
+        held = storage_bytes([*self.parameters, *self.model.buffers()]) + optimizer_state_bytes(self.optimizer)
         return {"saved_bytes": saved, "peak_bytes": peak, "held_bytes": held, "training_bytes": held + peak}
 
 
@@ -259,13 +234,16 @@ def _batch(case: TrainingCase, head: str, config: Any, device: torch.device) -> 
 
 
 def _kernels_ms(case: TrainingCase, variant: Variant, device: torch.device) -> float:
-    """Trainer.kernels_ms."""
+    """Milliseconds of all kernels of one step, added up: where a step takes longer, the GPU waited for its host."""
     gc.collect()
     torch.cuda.empty_cache()
     trainer = Trainer(case, variant, device)
     for _ in range(WARM_UP):
         trainer.step()
-    return trainer.kernels_ms()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        trainer.step()
+        torch.cuda.synchronize(device)
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
 
 
 @dataclass
@@ -350,11 +328,10 @@ def measure(case: TrainingCase, session: Session) -> Record:
             with ProcessPoolExecutor(1, get_context("spawn")) as process:
                 for variant in (each for each in variants if each.name in found.steps):
                     try:
-                        ms = process.submit(_kernels_ms, case, variant, device).result()
+                        kernels_ms = process.submit(_kernels_ms, case, variant, device).result()
+                        found.steps[variant.name]["kernels_ms"] = kernels_ms
                     except Exception as error:  # the times are measured already
                         print(f"{case.id}, {variant.name}: no time of kernels: {one_line(error)}", file=sys.stderr)
-                    else:
-                        found.steps[variant.name]["kernels_ms"] = ms
 
     session.rounds(run, 1)
     return {

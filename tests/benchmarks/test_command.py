@@ -1,7 +1,6 @@
 """onetrip bench: what it rejects before measuring, real runs, Ctrl-C and --resume."""
 
 import gc
-import io
 import json
 import os
 import signal
@@ -16,8 +15,7 @@ import torch
 from onetrip.benchmarks import runner
 from onetrip.benchmarks.command import app
 from onetrip.benchmarks.measure.cases import Session, Skip
-from onetrip.benchmarks.selection import Options
-from onetrip.cli import app as onetrip
+from onetrip.benchmarks.runner import Options
 from onetrip.environment import header
 from typer.testing import CliRunner, Result
 
@@ -74,11 +72,15 @@ def test_a_case_that_quick_leaves_out_is_unknown_to_it(rejected: Callable[..., s
     [
         (["--op", "sofmax"], "--op sofmax: unknown value; choose from row_norm"),
         (["--device", "tpu"], "--device tpu: unknown value; choose from auto, cpu, cuda"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
         (["--quick", "--resume"], "--resume: --output must name the folder"),
         (["--op", "softmax", "--shape", "1000000000x4096"], "does not fit: needs at least"),
     ],
 )
-def test_bad_usage_is_one_line(rejected: Callable[..., str], arguments: list[str], message: str) -> None:
+def test_bad_usage_is_one_line(
+    rejected: Callable[..., str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said = rejected(*arguments)
     assert message in said
     assert len(said.splitlines()) == 1
@@ -91,17 +93,6 @@ def test_an_unwritable_output_is_rejected_before_measuring(rejected: Callable[..
     place = tmp_path / header(torch.device("cpu"))["machine"]["id"]
     place.touch()
     assert f"cannot write to {place}: Not a directory" in rejected("--quick", "--device=cpu", f"--output={tmp_path}")
-
-
-def test_cuda_without_a_gpu_is_rejected(rejected: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "torch sees no CUDA device" in rejected("--device", "cuda")
-
-
-def test_the_command_is_one_of_onetrip() -> None:
-    result = CliRunner().invoke(onetrip, ["bench", "--op", "sofmax"])
-    assert result.exit_code == 2
-    assert "unknown value" in result.stderr
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["tables", "json"])
@@ -175,18 +166,9 @@ def test_what_breaks_a_case_stops_no_other_and_standard_output_is_for_results(
     assert record["cpu_slowdown"] is None or record["cpu_slowdown"] >= 1.0
     printed = capsys.readouterr()
     assert printed.out == "" and "skipped cannot: no such model" in printed.err
-
-
-@pytest.mark.parametrize("silent", [False, True], ids=["shown", "silent"])
-def test_off_a_terminal_each_case_is_a_line_with_an_estimate_by_weight(silent: bool) -> None:
-    stream = io.StringIO()
-    clock = [0.0]
-    with runner.Reporter({"a[1]": 1.0, "b": 1.0, "full": 6.0}, stream, silent, lambda: clock[0]) as reporter:
-        for case, clock[0] in (("a[1]", 5.0), ("b", 15.0), ("full", 75.0)):
-            reporter.start(case)
-            reporter.end(case)
-    expected = "a[1] (0/3)\nb (1/3)\nfull (2/3, about 0:01:00 left)\n"
-    assert stream.getvalue() == ("" if silent else expected)
+    assert "cannot (1/3)\n" in printed.err  # off a terminal each case is a line
+    runner.run({"made_up": cases[1:]}, torch.device("cpu"), Options.parse(), silent=True)
+    assert capsys.readouterr().err == "a library's words\n" * 2
 
 
 @pytest.mark.slow

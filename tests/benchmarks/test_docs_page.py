@@ -51,18 +51,8 @@ def test_verdicts(recorded: results.Results, target: str, measured: str, reached
 
 
 def test_a_failed_check_leaves_its_target_unmeasured(recorded: results.Results) -> None:
-    case = recorded["row_norm"]["cases"][0]
-    case["providers"][1] = {
-        "name": "onetrip cpu",
-        "check": {"passed": False, "detail": "y: 1.0e+00", "largest_error": 1.0},
-    }
+    del recorded["row_norm"]["cases"][0]["providers"][1]["forward"]
     assert next(iter(verdicts(recorded))).reached is None
-
-
-def test_one_missing_width_leaves_the_target_of_all_widths_unmeasured(recorded: results.Results) -> None:
-    del recorded["row_norm"]["cases"][3]["providers"][1]["forward"]
-    found = {verdict.target: verdict.reached for verdict in verdicts(recorded)}
-    assert found["LayerNorm alone, widths 64 to 16,384: forward, torch / onetrip ≥ 1x"] is None
 
 
 @pytest.mark.parametrize("operator", ["layer_norm", "rms_norm"])
@@ -72,12 +62,6 @@ def test_a_target_of_many_widths_is_not_judged_from_one(recorded: results.Result
     found = [verdict for verdict in verdicts(recorded) if "widths 64 to 16,384" in verdict.target]
     assert {verdict.reached for verdict in found} == {None}
     assert sum(verdict.measured == "1 of 10 widths measured" for verdict in found) == 2
-
-
-def test_targets_of_adamw8bit_are_what_its_bytes_allow(recorded: results.Results) -> None:
-    limits = [verdict.target for verdict in verdicts(recorded) if verdict.target.startswith("AdamW8bit, a step")]
-    # A step moves 16 bytes a parameter, torch's fused one 28: never three times as fast where memory is the limit.
-    assert "AdamW8bit, a step of BERT-base, fp32: torch AdamW fused / onetrip ≥ 1x" in limits
 
 
 def test_a_width_beside_those_of_a_target_does_not_count(recorded: results.Results) -> None:
@@ -95,7 +79,7 @@ def test_a_width_beside_those_of_a_target_does_not_count(recorded: results.Resul
 def test_targets_of_the_cpu_are_not_judged_on_a_gpu(recorded: results.Results) -> None:
     for content in recorded.values():
         content["machine"] = content["machine"] | {"device": "cuda", "gpu": "Test GPU"}
-    assert {verdict.reached for verdict in verdicts(recorded)} == {None}
+    assert verdicts(recorded) == []
     assert tables.every(recorded)[0].caption != "Targets"
 
 
@@ -139,11 +123,6 @@ def test_the_page_in_the_repository_is_the_rendered_one() -> None:
         pytest.skip("onetrip was installed from a wheel: there is no page beside it")
     page = (root / "docs/benchmarks.md").read_text()
     assert page == docs_page.render(results.read(results.RECORDED)), "run python -m onetrip.benchmarks --render"
-
-
-def test_what_was_counted_on_a_gpu_is_shown_worst_first_and_the_unknown_last() -> None:
-    (table,) = [found for found in tables.every(made_up_results.every_suite()) if "do on the GPU" in found.caption]
-    assert [row[0].partition("-")[0] for row in table.rows] == ["slow", "fast", "unknown"]
 
 
 def test_a_run_under_load_says_so(recorded: results.Results) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.benchmarks.full_run import everything, gpu_tests, plan, small_parts
+from onetrip.benchmarks.full_run import EXIT_SKIPPED, everything, gpu_tests, plan
 from onetrip.benchmarks.full_run.everything import Limits
 from onetrip.benchmarks.full_run.plan import Part, Place
 from onetrip.benchmarks.measure.cases import selects
 from onetrip.benchmarks.measure.results import SUITES
-from onetrip.benchmarks.selection import module
+from onetrip.benchmarks.runner import module
 
 CPU = torch.device("cpu")
 COUNT = "open('ran', 'a').write('x')"
@@ -53,10 +53,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 def test_what_became_of_each_part_is_written_down(run, tmp_path, capsys):
     status = run(
         fake("good"),
-        fake("bad", exits(1, "FAILED kernel x: off by 3")),
+        fake("bad", exits(1, "FAILED kernel [/x]: off by 3")),
         fake("broken", "raise ValueError('no such thing')"),
         fake("absent", missing="no CUDA device"),
-        fake("absent after all", exits(everything.EXIT_SKIPPED, "Device not supported")),
+        fake("absent after all", exits(EXIT_SKIPPED, "Device not supported")),
         fake("after", COUNT),
     )
     found = state(tmp_path)["parts"]
@@ -69,17 +69,13 @@ def test_what_became_of_each_part_is_written_down(run, tmp_path, capsys):
         "after": "passed",  # a failure stops nothing
     }
     assert status == 1
-    assert found["bad"]["failures"] == ["kernel x: off by 3"]
+    assert found["bad"]["failures"] == ["kernel [/x]: off by 3"]
     assert "ValueError: no such thing" in found["broken"]["reason"]
     assert found["absent"]["reason"] == "no CUDA device"
     assert found["absent after all"]["reason"] == "Device not supported"
-    assert "kernel x: off by 3" in (tmp_path / "logs/bad.log").read_text()
-    assert "FAILED bad: kernel x: off by 3" in capsys.readouterr().out
+    assert "kernel [/x]: off by 3" in (tmp_path / "logs/bad.log").read_text()
+    assert "FAILED bad: kernel [/x]: off by 3" in capsys.readouterr().out
     assert {"machine", "versions", "commit", "code", "date"} <= state(tmp_path).keys()
-
-
-def test_nothing_failed_exits_0(run):
-    assert run(fake("good"), fake("absent", missing="no CUDA device")) == 0
 
 
 def test_resume_runs_what_is_missing_or_failed(run, tmp_path):
@@ -131,19 +127,6 @@ def test_a_part_that_the_budget_cuts_is_unfinished(run, tmp_path, monkeypatch):
     assert state(tmp_path)["parts"]["endless"]["status"] == "unfinished"
 
 
-def test_ctrl_c_keeps_what_is_done(run, tmp_path, monkeypatch):
-    ran = everything._run
-
-    def interrupted(part: Part, *arguments: Any) -> None:
-        if part.name == "second":
-            raise KeyboardInterrupt
-        ran(part, *arguments)
-
-    monkeypatch.setattr(everything, "_run", interrupted)
-    assert run(fake("first"), fake("second"), fake("third")) == everything.INTERRUPTED
-    assert [*state(tmp_path)["parts"]] == ["first"]
-
-
 @pytest.mark.parametrize("of_sigint", [signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
 def test_sigterm_stops_the_running_part_too(run, tmp_path, of_sigint):
     """Told apart from Ctrl-C: a terminal sends that to the part itself. In a script's background Ctrl-C is ignored."""
@@ -170,24 +153,20 @@ def test_what_failed_comes_behind_what_has_not_run(run, tmp_path):
     assert state(tmp_path)["parts"]["new"]["status"] == "passed"
 
 
-def test_a_reason_that_looks_like_markup_is_printed_as_it_is(run, capsys):
-    run(fake("odd", exits(1, "no [/path] of [red]")))
-    assert "no [/path] of [red]" in capsys.readouterr().out
-
-
 def test_a_folder_with_a_run_is_not_overwritten(run, capsys):
     run(fake("good"))
     assert run(fake("good")) == 2
     assert "holds a run already: --resume goes on with it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["commit", "versions", "code", "quick"])
+@pytest.mark.parametrize("what", ["commit", "versions", "code", "measured"])
 def test_a_run_of_other_code_is_not_continued(run, tmp_path, capsys, what):
     run(fake("good"))
+    named = "choice of --quick" if what == "measured" else what
     content = state(tmp_path) | {what: {"id": "another", "modified": False} if what == "commit" else "another"}
     (tmp_path / "everything.json").write_text(json.dumps(content))
     assert run(fake("good"), resume=True) == 2
-    assert f"{what} was another" in capsys.readouterr().err
+    assert f"is of a run with another {named}" in capsys.readouterr().err
 
 
 def test_a_damaged_state_is_rejected(run, tmp_path, capsys):
@@ -220,7 +199,7 @@ def test_json_prints_the_state(run, tmp_path, capsys):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """As on a machine with a GPU, nvcc, compute-sanitizer and ncu."""
+    """As on a machine with a GPU, nvcc and compute-sanitizer."""
     monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(plan.shutil, "which", lambda name: name)
     monkeypatch.setattr(plan, "unavailable_reason", lambda backend, device: "")
@@ -239,10 +218,9 @@ def test_on_a_gpu_nothing_is_left_out(gpu, tmp_path, quick):
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     assert {f"sanitizer-{tool}-cuda-row_norm" for tool in tools} <= set(names)
     assert {f"sanitizer-{tool}-triton-rotary" for tool in tools} <= set(names)
-    assert {"counters-cuda", "counters-triton"} <= set(names)
 
 
-def test_what_comes_first_says_whether_kernels_are_right_how_fast_and_why(gpu, tmp_path):
+def test_what_comes_first_says_whether_kernels_are_right_and_how_fast(gpu, tmp_path):
     names = [found.name for found in plan.parts(Place(tmp_path, gpu, tests=tmp_path))]
     assert all(any(fnmatch.fnmatchcase(name, pattern) for name in names) for pattern in plan._FIRST)
     checks = ("doctor", "gpu-tests-row_norm-cuda", "gpu-tests-softmax-cuda", "sanitizer-racecheck-cuda-adam")
@@ -251,20 +229,9 @@ def test_what_comes_first_says_whether_kernels_are_right_how_fast_and_why(gpu, t
         "softmax-fp32-large",
         "adam",
         "training-bert_large-24_layers-4x512-bf16",
-        "counters-cuda",
     )
     order = [*sorted(map(names.index, checks)), *sorted(map(names.index, figures))]
-    assert order == sorted(order) and order[-1] == names.index("counters-cuda") < names.index(
-        "row_norm-layer_norm-fp32"
-    )
-    assert names.index("counters-triton") > names.index("adam_training")
-
-
-def test_without_nsight_compute_nothing_is_counted(gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan.shutil, "which", lambda name: None if name == "ncu" else name)
-    found = {part_.name: part_.missing for part_ in plan.parts(Place(tmp_path, gpu)) if "counters" in part_.name}
-    assert found.keys() == {"counters-cuda", "counters-triton"}
-    assert set(found.values()) == {"ncu is not on PATH: it comes with the CUDA toolkit, as Nsight Compute"}
+    assert order == sorted(order) and order[-1] < names.index("row_norm-layer_norm-fp32")
 
 
 def test_on_a_cpu_only_what_needs_a_gpu_is_left_out(tmp_path, monkeypatch):
@@ -305,23 +272,19 @@ def test_the_parts_of_a_suite_hold_each_of_its_cases_once(gpu, tmp_path, device)
             assert sum(selects(pattern, case.id) for pattern in patterns) == 1, case.id
 
 
-def test_without_a_gpu_its_parts_say_why_they_are_skipped(tmp_path, monkeypatch):
+def test_without_a_gpu_or_a_source_tree_parts_say_why_they_are_skipped(gpu, tmp_path, monkeypatch):
+    tests = [part_.missing for part_ in plan.parts(Place(tmp_path, gpu)) if part_.name.startswith("gpu-tests")]
+    assert all("call from the root of a source tree" in missing for missing in tests)
     monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: False)
     known = plan.parts(Place(tmp_path, CPU, tests=tmp_path))
     for part_ in known:
-        if part_.name.startswith(("gpu-tests", "sanitizer", "counters")):
+        if part_.name.startswith(("gpu-tests", "sanitizer")):
             assert part_.missing == "torch sees no CUDA device"
     (gpu_only,) = [part_ for part_ in known if part_.name == "training-bert_large-24_layers-4x512"]
     assert gpu_only.missing == "full size: for a GPU"
 
 
-def test_without_a_source_tree_the_gpu_tests_say_what_is_missing(gpu, tmp_path):
-    known = plan.parts(Place(tmp_path, gpu, tests=None))
-    (why,) = {part_.missing for part_ in known if part_.name.startswith("gpu-tests")}
-    assert "call from the root of a source tree" in why
-
-
-# Results of the parts of a suite, put together; and the command itself.
+# The command itself.
 
 
 @pytest.mark.slow
@@ -350,34 +313,6 @@ def test_real_parts_and_the_report(tmp_path):
     assert "tiny-bert" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "results" / machine / "anatomy.json").is_file()
     assert "torch" in json.loads((tmp_path / "environment.json").read_text())["packages"]
-
-
-def test_results_of_parts_are_put_together_in_the_order_of_the_suite(tmp_path):
-    head = {
-        "schema": 1,
-        "date": "d",
-        "commit": None,
-        "versions": {},
-        "machine": {"id": "m", "device": "cpu"},
-        "code": "c",
-    }
-    (tmp_path / "everything.json").write_text(
-        json.dumps({**head, "quick": False, "parts": {"doctor": {"status": "passed"}}})
-    )
-    ids = ["adam_streams-gaussian", "adam_streams-six_decades", "adam_streams-outlier"]
-    for name, case, code in (("b", ids[2], "c"), ("a", ids[0], "c"), ("old", ids[1], "another")):
-        content = {**head, "code": code, "suite": "adam_streams", "complete": True, "load_average_before": 1.0}
-        path = tmp_path / "parts" / name / "m" / "adam_streams.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({**content, "cases": [{"case": case}]}))
-    found = small_parts.merged(tmp_path)
-    assert [case["case"] for case in found["adam_streams"]["cases"]] == [ids[0], ids[2]]
-    assert not found["adam_streams"]["complete"]  # each part is, but two cases have not run
-    content = {**head, "suite": "adam_streams", "complete": True, "load_average_before": 1.0}
-    cases = [{"case": case} for case in (ids[1], "adam_streams-sparse_rows")]
-    path.write_text(json.dumps({**content, "cases": cases}))
-    assert small_parts.merged(tmp_path)["adam_streams"]["complete"]
-    assert found["everything"]["cases"] == [{"case": "doctor", "status": "passed"}]
 
 
 @pytest.mark.parametrize(

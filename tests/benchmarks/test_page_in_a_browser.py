@@ -10,7 +10,7 @@ import browser
 import pytest
 from made_up_results import every_suite
 from onetrip.benchmarks.measure import results
-from onetrip.benchmarks.show import figures, html_page
+from onetrip.benchmarks.show import html_page, plots
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,7 +24,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
     folder = tmp_path_factory.mktemp("page")
     results.write(every_suite(), folder / "results")
     written = html_page.write(folder / "results", folder / "page.html")
-    with browser.Browser(written.path, folder / "profile") as opened:
+    with browser.Browser(Path(written["path"]), folder / "profile") as opened:
         yield opened
 
 
@@ -73,7 +73,7 @@ def test_every_figure_is_there_with_a_size_and_words(page: browser.Browser, widt
       return [figure.querySelector("figcaption").textContent, box.width, box.height,
               figure.querySelectorAll("svg text").length];
     })""")
-    assert sorted(title for title, *_ in found) == sorted(drawing.title for drawing in figures.drawings(every_suite()))
+    assert sorted(title for title, *_ in found) == sorted(drawing.title for drawing in plots.drawings(every_suite()))
     for title, across, high, words in found:
         assert across > 400 and high > 100 and words > 5, title
 

@@ -13,7 +13,7 @@ import onetrip.kernels
 import pytest
 import torch
 from onetrip import selfcheck
-from onetrip.benchmarks.full_run import driver, everything, sanitizer
+from onetrip.benchmarks.full_run import EXIT_SKIPPED, sanitizer
 from onetrip.ops.common.backends import FAMILIES
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ CLEAN = "all 12 launches have ended\n========= ERROR SUMMARY: 0 errors\n"
 
 
 def test_reports_of_the_sanitizer_are_told_apart():
-    ours, theirs = sanitizer.reports(SANITIZER)
+    ours, theirs = sanitizer.reports(SANITIZER.splitlines())
     assert ours[0].startswith("Invalid __global__ write") and ours[-1].endswith("is out of bounds")
     assert "at::native" in theirs[1]
     assert sanitizer.is_ours(ours, ["onetrip"])
@@ -56,7 +56,7 @@ def test_reports_of_the_sanitizer_are_told_apart():
 
 
 def test_both_sides_of_a_race_are_looked_at():
-    (race,) = sanitizer.reports(RACE)
+    (race,) = sanitizer.reports(RACE.splitlines())
     assert sanitizer.is_ours(race, ["onetrip::reduce"]) and sanitizer.is_ours(race, ["sum"])
 
 
@@ -74,36 +74,29 @@ def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
             return SimpleNamespace(returncode=code)
 
         monkeypatch.setattr(subprocess, "run", play)
-        return sanitizer.run("memcheck", "cuda", "softmax", tmp_path)
+        return sanitizer.run("memcheck", "cuda", "softmax", str(tmp_path))
 
     return run
+
+
+THEIRS = OURS.replace("void onetrip::softmax_forward_kernel", "void at::kernel").replace("(onetrip::", "(at::")
+WRONG = "FAILED softmax 33: not finite\nall 12 launches have ended\n"
+NO_DEVICE = "========= Error: Device not supported. Please refer to the manual\n"
+CRASH = "========= Error: process didn't terminate successfully\n"
 
 
 @pytest.mark.parametrize(
     ("text", "returned", "expected"),
     [
-        (OURS, 0, 1),
-        (OURS.replace("void onetrip::softmax_forward_kernel", "void at::kernel").replace("(onetrip::", "(at::"), 0, 0),
-        (CLEAN, 0, 0),
-        (RACE, 0, 1),
-        (NOT_TRACKED + CLEAN, 0, 1),
-        ("FAILED softmax 33: not finite\nall 12 launches have ended\n", 1, 1),
-        ("========= Error: Device not supported. Please refer to the manual\n", 1, everything.EXIT_SKIPPED),
-        ("RuntimeError: Unable to find a kernel\n", 1, 1),
-        (NOT_TRACKED, 1, 1),
-        ("========= Error: process didn't terminate successfully\n", 1, 1),
-    ],
-    ids=[
-        "ours",
-        "theirs",
-        "clean",
-        "race",
-        "not tracked",
-        "wrong result",
-        "no such device",
-        "not the sanitizer's words",
-        "not tracked and crashed",
-        "crash",
+        pytest.param(OURS, 0, 1, id="ours"),
+        pytest.param(THEIRS, 0, 0, id="theirs"),
+        pytest.param(CLEAN, 0, 0, id="clean"),
+        pytest.param(RACE, 0, 1, id="race"),
+        pytest.param(NOT_TRACKED + CLEAN, 0, 1, id="not tracked"),
+        pytest.param(WRONG, 1, 1, id="wrong result"),
+        pytest.param(NO_DEVICE, 1, EXIT_SKIPPED, id="no such device"),
+        pytest.param("RuntimeError: Unable to find a kernel\n", 1, 1, id="not the sanitizer's words"),
+        pytest.param(CRASH, 1, 1, id="crash"),
     ],
 )
 def test_verdict_of_a_sanitizer(sanitize, tmp_path, text, returned, expected):
@@ -115,7 +108,7 @@ def test_the_filters_name_every_kernel_that_triton_launches():
     sources = [path.read_text() for path in Path(onetrip.kernels.__file__).parent.glob("*.py")]
     # The jitted functions that are launched name the arguments that Triton must not specialize for.
     launched = {name for source in sources for name in re.findall(r"@triton\.jit\([^)]*\)\ndef (\w+)\(", source)}
-    assert launched == set(driver.kernels("triton"))
+    assert launched == set(sanitizer.kernels("triton"))
 
 
 @pytest.fixture
@@ -134,7 +127,8 @@ def test_the_driver_launches_everything_of_a_family(on_the_cpu, capsys):
     assert capsys.readouterr().out == f"all {len(launches['softmax'])} launches have ended\n"
 
 
-def test_wrong_results_are_named_and_fail(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert driver.drive([("a", list), ("b", lambda: ["not finite"])], "cpu") == 1
+def test_wrong_results_are_named_and_fail(on_the_cpu, monkeypatch, capsys):
+    made_up = [("a", list), ("b", lambda: ["not finite"])]
+    monkeypatch.setattr(sanitizer, "launches", lambda backend, family: made_up)
+    assert sanitizer.drive("cpu", "softmax") == 1
     assert capsys.readouterr().out == "FAILED b: not finite\nall 2 launches have ended\n"

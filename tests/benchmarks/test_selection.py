@@ -6,7 +6,7 @@ import sys
 import pytest
 from onetrip.benchmarks.measure.providers import AGAINST
 from onetrip.benchmarks.measure.results import SUITES, UsageError
-from onetrip.benchmarks.selection import TAKES, Options, select
+from onetrip.benchmarks.runner import TAKES, Options, select
 from onetrip.benchmarks.suites.optimizers import PROVIDERS
 
 
@@ -117,7 +117,7 @@ def test_options_keep_the_words_of_the_command_line() -> None:
 def test_an_operator_loads_no_other_suite() -> None:
     code = """
 import sys
-from onetrip.benchmarks.selection import Options, select
+from onetrip.benchmarks.runner import Options, select
 select(Options.parse(op=["layer_norm"], quick=True))
 print([name for name in sys.modules if name.startswith("onetrip.benchmarks.suites.")])
 """
@@ -128,7 +128,4 @@ print([name for name in sys.modules if name.startswith("onetrip.benchmarks.suite
 def test_every_library_of_an_optimizer_can_be_asked_for() -> None:
     keys = {provider.key for provider in PROVIDERS} - {"onetrip"}
     assert keys == set(TAKES["adam"]["against"]) and keys <= set(AGAINST)
-
-
-def test_suites_that_take_options_exist() -> None:
     assert set(TAKES) <= set(SUITES)

@@ -271,7 +271,10 @@ def test_only_the_passes_that_were_asked_for_are_recorded(wanted: tuple[str, ...
     assert tuple(name for name in PASSES if name in compared.record()["providers"][0]) == wanted
 
 
-def test_kernels_alone_are_timed_by_replays_of_a_capture() -> None:
+def test_kernels_alone_of_full_cases_are_timed_by_replays_of_a_capture() -> None:
+    small = _ReplayingClock()
+    _side_by_side(row_norm.RMS_NORM, EAGER, full=False, clock=small).replay(rounds=1)
+    assert small.captures == 0
     clock = _ReplayingClock()
     compared = _side_by_side(row_norm.RMS_NORM, EAGER, clock=clock)
     compared.round()
@@ -288,18 +291,6 @@ def test_kernels_alone_are_timed_by_replays_of_a_capture() -> None:
     assert record["forward"]["samples"] == 1
 
 
-@pytest.mark.parametrize(
-    ("full", "wanted", "captures"), [(False, (), 0), (True, PASSES[:1], 1), (True, PASSES[1:2], 0)]
-)
-def test_only_full_cases_and_passes_that_start_with_a_forward_are_captured(
-    full: bool, wanted: tuple[str, ...], captures: int
-) -> None:
-    clock = _ReplayingClock()
-    compared = _side_by_side(row_norm.RMS_NORM, EAGER, full=full, wanted=wanted, clock=clock)
-    compared.replay(rounds=1)
-    assert clock.captures == captures
-
-
 def test_what_cannot_be_captured_keeps_its_other_figures() -> None:
     compared = _side_by_side(row_norm.RMS_NORM, EAGER, clock=_ReplayingClock("operation not permitted"))
     compared.round()
@@ -310,18 +301,13 @@ def test_what_cannot_be_captured_keeps_its_other_figures() -> None:
     assert record["forward_backward"]["samples"] == 1
 
 
-def test_without_graphs_there_is_no_such_figure() -> None:
-    compared = _side_by_side(row_norm.RMS_NORM, EAGER)
-    compared.round()
-    compared.replay(rounds=5)
-    assert not {"graph", "no_graph"} & set(compared.record()["providers"][0])
-
-
 def test_bandwidth_is_the_declared_bytes_over_the_median() -> None:
     compared = _side_by_side(row_norm.LAYER_NORM, EAGER)
     compared.round()
+    compared.replay(rounds=5)  # on a CPU there is none
     record = compared.record()
     forward = record["providers"][0]["forward"]
+    assert not {"graph", "no_graph"} & set(record["providers"][0])
     assert forward["gb_per_s"] == pytest.approx(record["least_bytes"]["forward"] / forward["median_ms"] / 1e6)
     assert forward["share_of_copy"] == pytest.approx(forward["gb_per_s"] / record["copy"]["gb_per_s"])
     assert record["copy"]["gb_per_s"] == pytest.approx(2 * 64 * 48 * 4 / record["copy"]["median_ms"] / 1e6)

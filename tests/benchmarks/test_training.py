@@ -29,23 +29,6 @@ def test_what_only_a_gpu_can_hold_is_left_out_elsewhere():
     assert not any(training.unavailable(case, torch.device("cuda")) for case in training.cases())
 
 
-def test_the_loss_that_is_checked_is_of_what_is_timed(monkeypatch):
-    """The checked loss is the compiled callable's, in evaluation mode; the model trains again afterwards."""
-    trainer = Trainer.__new__(Trainer)
-    trainer.model, trainer.batch, trainer._dtype = torch.nn.Dropout(0.5), {}, torch.float32
-    modes = []
-
-    def compiled() -> SimpleNamespace:
-        modes.append((trainer.model.training, torch.is_grad_enabled()))
-        return SimpleNamespace(loss=torch.tensor(3.0))
-
-    trainer._call = compiled
-    assert trainer.loss_without_dropout() == 3.0
-    assert modes == [(False, False)]
-    assert trainer.model.training
-    assert training.VARIANTS[-1].compiled and training.LANGUAGE_MODEL_VARIANTS[-1].compiled
-
-
 def test_only_losses_over_the_vocabulary_are_patched_with_linear_cross_entropy():
     for case in training.cases():
         named = {name for variant in training.variants_of(case) for name in variant.patterns}

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from onetrip import html, methods
 from onetrip.benchmarks.show import docs_page, html_page
@@ -94,7 +96,7 @@ def test_recorded_beside_the_benchmarks_it_is_a_section_of_their_page_and_docume
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     methods.write_json(result, tmp_path / "a-machine")
-    page = html_page.write(tmp_path).path.read_text()
+    page = Path(html_page.write(tmp_path)["path"]).read_text()
     assert "<h2>Methods of training: tiny-bert</h2>" in page and "yes, 1.31x" in page
     document = docs_page.render({"a-machine": {}}, tmp_path)
     assert "\nmethods: 2026-01-01" in document

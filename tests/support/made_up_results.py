@@ -112,31 +112,6 @@ def _language_model(seed: int) -> dict[str, Any]:
     }
 
 
-def _counted(operator: str, share_of_copy: float | None) -> dict[str, Any]:
-    kernel = {
-        "kernel": f"void onetrip::{operator}_kernel<float, (int)32>(onetrip::Arguments)",
-        "grid": "(132, 1, 1)",
-        "block": "(256, 1, 1)",
-        "duration_ns": 40_000.0,
-        "read_bytes": 64 << 20,
-        "written_bytes": 32 << 20,
-        "issue_percent": 71.2,
-        "occupancy_percent": 48.9,
-        "l2_percent": None,
-        "registers": 64,
-        "shared_bytes": 1536,
-        "local_bytes": 0,
-        "instructions_per_element": 27.9,
-        "moved_share_of_copy": None,
-    }
-    return {
-        "case": f"{operator}-forward-32768 x 1024-bf16",
-        "floor_bytes": 128 << 20,
-        "share_of_copy": share_of_copy,
-        "kernels": [kernel],
-    }
-
-
 def _verified() -> list[dict[str, Any]]:
     return [
         {"case": "doctor", "status": "passed", "seconds": 12.3, "reason": ""},
@@ -162,7 +137,6 @@ def every_suite() -> results.Results:
         "adam": [_adam()],
         "adam_streams": [_stream(name) for name in ("gaussian", "six_decades", "sparse_rows", "outlier")],
         "adam_training": [_language_model(seed) for seed in range(2)],
-        "counters-cuda": [_counted("unknown", None), _counted("fast", 0.93), _counted("slow", 0.48)],
         "everything": _verified(),
     }
     return found | {suite: {**header, "suite": suite, "cases": members} for suite, members in cases.items()}
