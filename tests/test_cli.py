@@ -51,7 +51,7 @@ def test_doctor_tables(run):
 @pytest.mark.parametrize("as_json", [False, True], ids=["tables", "json"])
 def test_doctor_exits_1_when_a_check_fails(run, monkeypatch, as_json):
     right = selfcheck.KERNELS[0]
-    wrong = replace(right, fused=lambda inputs: right.fused(inputs) * float("nan"))
+    wrong = replace(right, fused=lambda **inputs: right.fused(**inputs) * float("nan"))
     monkeypatch.setattr(selfcheck, "KERNELS", (wrong,))
     result = run("doctor", *(["--json"] if as_json else []))
     assert result.exit_code == 1

@@ -126,7 +126,7 @@ class _WrongGradient(torch.autograd.Function):
     ],
 )
 def test_a_wrong_kernel_fails(change, failing, dtype, name):
-    kernel = replace(KERNELS[name], fused=lambda inputs: change(KERNELS[name].fused(inputs)))
+    kernel = replace(KERNELS[name], fused=lambda **inputs: change(KERNELS[name].fused(**inputs)))
     checks = selfcheck.run_check(CPU, "reference", kernel, dtype)
     assert failing <= {check.direction for check in checks if not check.passed}
     if failing == {"backward"}:
@@ -155,13 +155,13 @@ def test_adam_s_updates_are_checked(wrong, dtype, name, monkeypatch):
 @pytest.mark.parametrize("name", ["bias+dropout+residual", "scale+mask+softmax+dropout"])
 def test_another_dropout_mask_fails(name):
     right = KERNELS[name]
-    kernel = replace(right, unfused=lambda inputs, keep: right.unfused(inputs, keep.roll(1, 1)))
+    kernel = replace(right, unfused=lambda keep, **inputs: right.unfused(keep.roll(1, 1), **inputs))
     checks = selfcheck.run_check(CPU, "reference", kernel, "fp32")
     assert not any(check.passed for check in checks)
 
 
 def test_a_kernel_that_raises_is_a_failure_with_its_message():
-    def broken(inputs):
+    def broken(**inputs):
         raise RuntimeError("CUDA error 700: an illegal memory access\nmore lines")
 
     checks = selfcheck.run_check(CPU, "reference", replace(KERNELS["layer_norm"], fused=broken), "fp32")
