@@ -61,10 +61,13 @@ class Comparison:
     columns: dict[str, Column]
     sites: dict[str, Any]
     """PatchReport.to_dict() of the patched model."""
-    n_patched: int
     gpu_unread: str = ""
     """Why NVML was not asked; "" where it was."""
     header: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def n_patched(self) -> int:
+        return len(self.sites["patched"])
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -132,10 +135,10 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     gpu_unread = "nothing was run"
     if options.runs:
         _check_memory(predicted, predictions, device)
-        measured, gpu_unread, (sites, n_patched) = _measure(options, device, progress)
+        measured, gpu_unread, sites = _measure(options, device, progress)
     else:
         with patched(fake, verify=False) as report:
-            sites, n_patched = report.to_dict(), len(report.patched)
+            sites = report.to_dict()
     memory, speed, dtype = options.memory(), options.speed(), options.autocast or options.dtype
     columns = {}
     for name in options.columns:
@@ -151,7 +154,6 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
         n_parameters=sum(p.numel() for p in fake.parameters()),
         columns=columns,
         sites=sites,
-        n_patched=n_patched,
         gpu_unread=gpu_unread,
         header=header(device if options.runs else torch.device("cpu")),
     )
@@ -262,13 +264,13 @@ def _loss(model: Any, batch: dict[str, Tensor], device: torch.device, autocast: 
 
 def _measure(
     options: Options, device: torch.device, progress: Progress | None
-) -> tuple[dict[str, StepAnatomy], str, tuple[dict[str, Any], int]]:
-    """(the columns, why no GPU was sampled, (the patches, how many))."""
+) -> tuple[dict[str, StepAnatomy], str, dict[str, Any]]:
+    """(the columns, why no GPU was sampled, the patches)."""
     torch.manual_seed(options.seed)
     model = load_model(options.model).to(device, DTYPES[options.dtype]).train()
     batch = make_batch(model, options.batch_size, options.sequence_length, options.seed)
     with patched(model) as report:  # verified once here; the switches between steps need not be
-        patches = report.to_dict(), len(report.patched)
+        patches = report.to_dict()
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     variants = {}
     for name in options.columns:

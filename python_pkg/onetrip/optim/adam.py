@@ -405,7 +405,6 @@ class Adam8bit(torch.optim.Optimizer):
             for key in (*self.defaults, "param_names"):
                 if key in ours:
                     group.setdefault(key, ours[key])
-            group["betas"] = tuple(group["betas"]) if isinstance(group["betas"], list) else group["betas"]
             check_group(where, group, may_wait=True)
             self._check_decay(group)
             group["decoupled_weight_decay"] = self._decoupled
