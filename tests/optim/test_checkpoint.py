@@ -212,28 +212,23 @@ DAMAGED = {
     "sgd": (change("param_groups", 0, "betas", to=...), r"param_groups must have \['betas'\]"),
     "l2": (change("param_groups", 0, "decoupled_weight_decay", to=False), "weight decay must be decoupled"),
     "missing-key": (change("state", 0, "exp_avg_scale", to=...), "state of parameter 0 must have"),
-    "unknown-key": (change("state", 1, "momentum", to=1), "state of parameter 1 must have"),
     "entry-not-a-dict": (change("state", 0, to=3), "state of parameter 0 must be a dict"),
     "swapped": (
         change("state", 0, "exp_avg_codes", to=lambda codes: codes.t()),
         r"shaped like its parameter, \(64, 100\)",
     ),
-    "truncated-codes": (change("state", 0, "exp_avg_codes", to=lambda codes: codes[:-1]), "shaped like its parameter"),
     "float-codes": (
         change("state", 0, "exp_avg_sq_codes", to=lambda codes: codes.float()),
         "exp_avg_sq_codes must be uint8 codes",
     ),
-    "int-codes": (change("state", 0, "exp_avg_codes", to=lambda codes: codes.int()), "must be uint8 codes"),
     "codes-no-tensor": (change("state", 0, "exp_avg_sq_codes", to=1), "exp_avg_sq_codes must be uint8 codes"),
     "short-scale": (change("state", 0, "exp_avg_scale", to=lambda scale: scale[:-1]), "must be 50 float32 scales"),
-    "half-scale": (change("state", 0, "exp_avg_scale", to=lambda scale: scale.half()), "must be 50 float32 scales"),
     "negative-scale": (
         change("state", 0, "exp_avg_sq_scale", to=lambda scale: -scale),
         "exp_avg_sq_scale must be >= 0",
     ),
     "negative-square": (change("state", 2, "exp_avg_sq", to=lambda v: -v), "exp_avg_sq must be >= 0"),
     "negative-step": (change("state", 3, "step", to=torch.tensor(-1.0)), "step must be one number >= 0, got -1.0"),
-    "nan-step": (change("state", 3, "step", to=torch.tensor(math.nan)), "step must be one number >= 0, got nan"),
     "two-steps": (change("state", 3, "step", to=torch.ones(2)), "step must be one number >= 0"),
 }
 

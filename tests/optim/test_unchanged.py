@@ -144,12 +144,22 @@ OTHERS = {
 
 
 @pytest.mark.promise("adam storage")
-@pytest.mark.parametrize("name", [*ELSEWHERE, *OTHERS])
-def test_a_change_between_steps_does_what_a_new_plan_would(name: str) -> None:
+@pytest.mark.promise("adam varying")
+@pytest.mark.parametrize(
+    ("name", "resting"),
+    [
+        *((name, ()) for name in (*ELSEWHERE, *OTHERS)),
+        *((name, (0, 3)) for name in ("parameter", "strided-parameter", "entries", "exp_avg_codes", "precision")),
+    ],
+)
+def test_a_change_between_steps_does_what_a_new_plan_would(name: str, resting: tuple[int, ...]) -> None:
+    """resting: parameters that have no gradient before, at and after the change."""
     ours, anew = _pair()
     for step in range(5):
         for optimizer in (ours, anew):
             set_grads(_params(optimizer), step)
+            for i in resting if step in (1, 2, 3) else ():
+                _params(optimizer)[i].grad = None
             if step == 2 and (optimizer is ours or name in OTHERS):
                 (ELSEWHERE | OTHERS)[name](optimizer)
             optimizer.step()
