@@ -120,18 +120,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failed_rename_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = html.write(tmp_path / "page.html", "old")
-
-    def full(self: Path, target: Path) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="disk full"):
-        html.write(path, "new")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
 def test_where_a_file_can_be_written_is_found_out_without_making_anything(tmp_path: Path):
     assert html.unwritable(tmp_path) == html.unwritable(tmp_path / "new" / "folder") == ""
     assert list(tmp_path.iterdir()) == []
