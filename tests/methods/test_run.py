@@ -1,4 +1,6 @@
+import io
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -6,11 +8,12 @@ import pytest
 import torch
 from onetrip import anatomy, methods
 from onetrip.anatomy import UsageError
+from onetrip.methods import worker
 from onetrip.methods.catalog import METHODS
 from onetrip.methods.runs import check_same_run, judged
-from onetrip.methods.session import DoesNotFit, check_fits
+from onetrip.methods.session import MethodFailed, check_fits
 from onetrip.methods.trainer import Trainer
-from onetrip.methods.worker import MethodFailed, measure_isolated
+from onetrip.methods.worker import measure_isolated
 
 
 def by_name(result):
@@ -148,7 +151,7 @@ def test_more_than_is_free_is_refused_where_it_would_end_the_process(session, mo
         torch.empty(1 << 32, dtype=torch.uint8)  # more than the garbage of other tests, whose end makes room
 
     monkeypatch.setattr(Trainer, "train_step", hungry)
-    with pytest.raises(DoesNotFit, match=r"can't allocate memory: you tried to allocate 4294967296 bytes"):
+    with pytest.raises(MethodFailed, match=r"^does not fit in memory: .* you tried to allocate 4294967296 bytes"):
         session.measure(METHODS["sgd"], lambda what: None)
     assert len(asked) == 2
     torch.empty(1 << 32, dtype=torch.uint8)  # the limit is gone
@@ -297,6 +300,18 @@ def test_a_worker_that_fails(options, as_worker, script, reason):
     as_worker(script)
     with pytest.raises(MethodFailed, match=reason):
         measure_isolated(options, METHODS["compile"], lambda what: None)
+
+
+def test_a_worker_says_that_a_method_does_not_fit_as_a_session_does(options, break_method, monkeypatch):
+    """With the name of the exception before it, it counted among onetrip's own failures."""
+    break_method(monkeypatch, "sgd", MethodFailed("does not fit in memory: 7 bytes"))
+    job = json.dumps({"options": vars(options), "method": "sgd", "threads": 1})
+    monkeypatch.setattr("sys.stdin", io.StringIO(job))
+    read_fd, write_fd = os.pipe()
+    with pytest.raises(SystemExit):
+        worker._serve(write_fd)
+    with os.fdopen(read_fd) as answers:
+        assert json.load(answers) == {"failed": "does not fit in memory: 7 bytes"}
 
 
 @pytest.mark.slow

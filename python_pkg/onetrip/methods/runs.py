@@ -15,9 +15,9 @@ from ..anatomy.models import reason_of
 from ..environment import describe, header, packages
 from ..measure import Spread
 from .catalog import BASELINE, Method, chosen
-from .session import DoesNotFit, Options, Session
+from .session import NO_MEMORY, MethodFailed, Options, Session
 from .verdict import memory_verdict, speed_verdict, unpaired_ratio
-from .worker import MethodFailed, measure_isolated
+from .worker import measure_isolated
 
 FORMAT = 1
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
@@ -101,10 +101,9 @@ def _entry(session: Session, method: Method, advance: Callable[[str], None]) -> 
             figures = measure_isolated(session.options, method, advance)
         else:
             figures = session.measure(method, advance)
-    except (MethodFailed, DoesNotFit) as error:
-        return entry | {"status": FAILED, "reason": str(error)}
     except Exception as error:  # one method's failure, whatever it is, is a row of the table
-        return entry | {"status": FAILED, "reason": reason_of(error)}
+        reason = str(error) if isinstance(error, MethodFailed) else reason_of(error)
+        return entry | {"status": FAILED, "reason": reason}
     if figures["loss"] is None:  # what does not train is no method, however fast
         return entry | {"status": FAILED, "reason": f"its loss is not finite after {figures['trained_steps']} steps"}
     return entry | {"status": MEASURED, "isolated": method.isolated, **figures}
@@ -145,7 +144,7 @@ def own_failures(result: dict[str, Any]) -> list[str]:
         name
         for name, entry in failed.items()
         if entry["own"]
-        and not entry["reason"].startswith("does not fit")
+        and not entry["reason"].startswith(NO_MEMORY)
         and not any(part in failed and not failed[part]["own"] for part in entry["parts"])
     ]
 
