@@ -10,20 +10,11 @@ import torch
 from onetrip.integrations import OnetripCallback
 from onetrip.optim import trainer_optimizer
 from onetrip.patching import PATTERNS
-from optim_cases import same
+from optim_cases import Rows, same
 from patching_cases import classes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 200, (16,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 class CallsSeen(transformers.TrainerCallback):

@@ -26,16 +26,6 @@ def nothing_installed(monkeypatch):
     monkeypatch.setattr("onetrip.methods.catalog.shutil.which", lambda name: None)
 
 
-def test_methods_of_the_contract_are_there():
-    families = {method.family for method in METHODS.values()}
-    assert families == {
-        *("Batch size", "Gradient accumulation", "Gradient checkpointing", "Mixed precision", "Optimizer choice"),
-        *("Data preloading", "torch.compile", "PEFT", "Fused kernels", "DeepSpeed ZeRO"),
-        *("Data pipeline", "Emptied cache", "Attention"),
-    }
-    assert NAMES[-2:] == ("combined", "combined-memory")
-
-
 @pytest.mark.parametrize("setting", [CPU, CUDA], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_changes_the_recipe_and_only_its_own_part(name, setting):
