@@ -36,6 +36,7 @@ def pair(dtype: torch.dtype = torch.float32, cls: Any = AdamW8bit, **arguments: 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("arguments", [{}, {"optim_bits": 32, "maximize": True}], ids=["8-bit", "32-bit-maximize"])
 @pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit])
+@pytest.mark.promise("adam B10, B11")
 def test_steps_as_after_clip_grad_norm(cls: Any, arguments: dict[str, Any], backend: str) -> None:
     (clipping, ours), (clipped, theirs) = pair(cls=cls, **arguments)
     with use_backend(backend):
