@@ -155,15 +155,9 @@ def _parsed(file: Any, size: int) -> dict[str, Any]:
         tensors[name] = flat.view(about["shape"])
     if file.read(1) or digest.hexdigest() != checksum:
         raise ValueError("its checksum is another")
-    return _state_dict(tensors, json.loads(metadata["param_groups"]))
-
-
-def _state_dict(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
+    groups = json.loads(metadata["param_groups"])
     for name, tensor in tensors.items():
         kind, index, key = name.split(".", 2)
-        if kind == "state":
-            state.setdefault(int(index), {})[key] = tensor
-        else:
-            groups[int(index)][key] = tensor
+        (state.setdefault(int(index), {}) if kind == "state" else groups[int(index)])[key] = tensor
     return {"state": state, "param_groups": groups}
