@@ -90,10 +90,7 @@ def test_combinations_that_cannot_be(names, words):
         ("linear-cross-entropy", CPU, ""),
         ("linear-cross-entropy", replace(CPU, has_token_loss=False), "no loss over a voc"),
         ("compile", CPU, "C++ compiler"),
-        ("bnb-adamw8bit", CPU, "(pip install "),
-        ("torchao-adamw8bit", CPU, "(pip install "),
         ("lora", CPU, "(pip install "),
-        ("zero", CPU, "(pip install "),
         ("datasets-map", CPU, "(pip install "),
     ],
 )

@@ -153,24 +153,22 @@ def check_same_run(previous: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UsageError unless the earlier figures can stand beside new ones: same options, machine, versions, code."""
     if previous.get("format") != FORMAT:
         raise UsageError(f"--resume: methods.json has format {previous.get('format')}, not {FORMAT}")
-    # Which methods are asked for may change: those measured before are measured.
-    differing = {
-        f"--{name.replace('_', '-')}": (previous["options"].get(name), value)
-        for name, value in now["options"].items()
-        if name not in ("only", "combine") and previous["options"].get(name) != value
-    }
-    differing |= {
-        name: (previous["versions"].get(name), value)
-        for name, value in now["versions"].items()
-        if previous["versions"].get(name) != value
-    }
-    for subject in ("machine", "commit"):
-        before, after = describe(previous)[subject], describe(now)[subject]
-        if before != after:
-            differing[subject] = (before, after)
+    before = _terms(previous)
+    differing = {name: (before.get(name), value) for name, value in _terms(now).items() if before.get(name) != value}
     if differing:
         told = "; ".join(f"{name} was {before}, is {after}" for name, (before, after) in differing.items())
         raise UsageError(f"--resume: methods.json is of another run: {told}")
+
+
+def _terms(result: dict[str, Any]) -> dict[str, Any]:
+    """What two runs must share. Which methods are asked for may change: those measured before are measured."""
+    options = {name: value for name, value in result["options"].items() if name not in ("only", "combine")}
+    described = describe(result)
+    return {
+        **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        **result["versions"],
+        **{subject: described[subject] for subject in ("machine", "commit")},
+    }
 
 
 def load_previous(folder: Path) -> dict[str, Any] | None:
