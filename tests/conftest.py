@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from onetrip import use_backend
+from rich.console import Console, RenderableType
 from targets import TARGETS, Target, needs, target_fixture
 from triton_runner import EMULATED
 
@@ -66,6 +67,21 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of pytest-xdist may have COLUMNS, which tables obey."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def printed() -> Callable[..., str]:
+    """printed(renderable, width): its text on a console. No line is longer, and no column is cut off."""
+
+    def text(renderable: RenderableType, width: int = 80) -> str:
+        console = Console(width=width)
+        with console.capture() as capture:
+            console.print(renderable)
+        lines = capture.get().splitlines()
+        assert max(len(line.rstrip()) for line in lines) <= width and not any("…" in line for line in lines)
+        return capture.get()
+
+    return text
 
 
 @pytest.fixture(autouse=True)

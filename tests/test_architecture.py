@@ -26,20 +26,8 @@ ALLOWED = {
     "measure": {"ops", "reference"},
     "integrations": {"", "ops"},
     "anatomy": {"", "environment", "html", "measure", "nn", "ops", "optim", "patching", "terminal"},
-    "methods": {
-        "",
-        "anatomy",
-        "environment",
-        "html",
-        "measure",
-        "nn",
-        "ops",
-        "optim",
-        "patching",
-        "processes",
-        "terminal",
-    },
 }
+ALLOWED["methods"] = {*ALLOWED["anatomy"], "anatomy", "processes"}
 # Other packages that may be imported at the top of a file; anything else only inside functions.
 EAGER = {"torch", "__future__", *sys.stdlib_module_names}
 EXTRA = {

@@ -3,7 +3,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import onetrip
 import pytest
@@ -51,7 +50,7 @@ def test_doctor_tables(run):
 @pytest.mark.parametrize("as_json", [False, True], ids=["tables", "json"])
 def test_doctor_exits_1_when_a_check_fails(run, monkeypatch, as_json):
     right = selfcheck.KERNELS[0]
-    wrong = replace(right, fused=lambda inputs: right.fused(inputs) * float("nan"))
+    wrong = replace(right, fused=lambda **inputs: right.fused(**inputs) * float("nan"))
     monkeypatch.setattr(selfcheck, "KERNELS", (wrong,))
     result = run("doctor", *(["--json"] if as_json else []))
     assert result.exit_code == 1
@@ -76,13 +75,6 @@ def test_anatomy_json_is_all_of_standard_output(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_anatomy_tables(run):
-    result = run("anatomy", "tiny-gpt2", *FAST)
-    assert result.exit_code == 0
-    assert "saved activations" in result.stdout
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", [["--fits", "16GB"], ["--gpu", "A100-40GB", "--autocast", "bfloat16"], ["--predict-only"]]
 )
@@ -104,14 +96,11 @@ def test_anatomy_without_running(run, asked):
         (["--columns", "eager,quick"], ["--columns", "eager, patched, patched_loss, patched_adamw8bit, ", "got quick"]),
         (["--columns", ","], ["--columns", "got none"]),
         (["--columns", "compiled", "--predict-only"], ["--columns compiled can be measured only"]),
-        (["--columns", "eager,compiled", "--fits", "16GB"], ["--columns compiled can be measured only"]),
         (["--fits", "plenty"], ["--fits must be a size as 16GB or 24GiB, got plenty", "--gpu"]),
         (["--gpu", "A100"], ["--gpu: unknown GPU 'A100'; choose from", "A100-40GB", "H200"]),
         (["--gpu", "H200", "--fits", "16GB"], ["--fits and --gpu must not both be given"]),
         (["--batch-size", "0"], ["--batch-size must be at least 1, got 0"]),
-        (["--sequence-length", "-1"], ["--sequence-length must be at least 1, got -1"]),
         (["--sequence-length", "513"], ["--sequence-length must be at most 512 for this model, got 513"]),
-        (["--steps", "0"], ["--steps must be at least 1, got 0"]),
         (["--device", "tpu"], ["--device", "cpu, cuda", "tpu"]),
         pytest.param(
             ["--device", "cuda"],
@@ -155,13 +144,6 @@ def test_hub_model_that_cannot_be_had(run, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
     assert_bad_usage(run("anatomy", "owner/name"), "owner/name cannot be loaded: We couldn't connect to the hub.")
-
-
-@pytest.mark.slow
-def test_entry_point():
-    command = [sys.executable, "-c", "from onetrip.cli import main; main()", "anatomy", "no-such-model"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert_bad_usage(SimpleNamespace(exit_code=result.returncode, **vars(result)), "no-such-model")
 
 
 @pytest.mark.parametrize("arguments", [["anatomy"], ["no-such-command"], ["doctor", "--no-such-option"]])

@@ -108,17 +108,11 @@ def test_embeddings_that_disagree_end_the_demo(demo, monkeypatch, tmp_path):
     assert demo.main([*ARGUMENTS, "--output", str(tmp_path)]) == 1
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--sequence-length", "513"], ["--batch-size", "many"]])
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "0"], ["--sequence-length", "513"], ["--batch-size", "many"], ["--output", __file__]]
+)
 def test_bad_usage(demo, arguments, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        demo.main([*arguments, "--output", str(tmp_path)])
+        demo.main(["--output", str(tmp_path), *arguments])
     assert stopped.value.code == 2
     assert arguments[0] in capsys.readouterr().err
-
-
-def test_output_that_cannot_be_written(demo, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as stopped:
-        demo.main(["--output", str(tmp_path / "file")])
-    assert stopped.value.code == 2
-    assert "cannot write there" in capsys.readouterr().err

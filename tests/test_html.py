@@ -67,11 +67,6 @@ def test_a_page_refers_to_nothing_outside_itself():
     assert "default-src 'none'" in page
 
 
-def test_a_table_whose_rows_do_not_fit_its_columns_is_refused():
-    with pytest.raises(ValueError, match=r"'c': rows must have 2 entries, one of 1: \['x'\]"):
-        Table("c", ["a", "b"], [["x"]])
-
-
 def test_an_empty_table_is_a_head_without_rows():
     assert cells(html.page("t", {}, [Section("s", [Table("c", ["a", "b"], [])])])) == []
 
@@ -117,18 +112,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path):
     path = html.write(tmp_path / "page.html", "old")
     with pytest.raises(UnicodeEncodeError):
         html.write(path, "x" * 100_000 + "\ud800")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_failed_rename_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = html.write(tmp_path / "page.html", "old")
-
-    def full(self: Path, target: Path) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="disk full"):
-        html.write(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 

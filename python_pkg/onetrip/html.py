@@ -50,13 +50,6 @@ class Table:
     note: str = ""
     grouped: bool = False
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.columns):
-                raise ValueError(
-                    f"Table {self.caption!r}: rows must have {len(self.columns)} entries, one of {len(row)}: {row}"
-                )
-
 
 @dataclass(frozen=True)
 class Figure:

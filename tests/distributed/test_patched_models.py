@@ -9,7 +9,6 @@ import pytest
 import torch
 from patching_distributed import (
     callback_around_sharding,
-    ddp_with_adamw8bit,
     every_wrapper,
     fsdp2_and_tensor_parallel,
     fsdp2_with_adamw8bit,
@@ -37,11 +36,6 @@ def test_processes_train_as_one(world: int) -> None:
 
 def test_a_callback_patches_before_fsdp2_shards() -> None:
     optim_distributed.run(2, callback_around_sharding)
-
-
-@of_two_and_four
-def test_ddp_with_adamw8bit(world: int) -> None:
-    optim_distributed.run(world, ddp_with_adamw8bit)
 
 
 @of_two_and_four

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from enum import Enum
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +29,7 @@ def install(monkeypatch: pytest.MonkeyPatch, path: str, **members: Any) -> None:
 
 
 class BasePlugin:
-    """axolotl.integrations.base.BasePlugin: the hooks that the plugin uses."""
-
-    def get_input_args(self) -> str | None:
-        return None
-
-    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        return []
+    """axolotl.integrations.base.BasePlugin, whose hooks do nothing."""
 
 
 class Config(dict):  # type: ignore[type-arg]
@@ -91,63 +84,40 @@ class DeviceType(str, Enum):
     NPU = "npu"
 
 
-def interface(accelerator: str) -> tuple[type, Any]:
-    """(BaseKernel, Registry) of llamafactory.v1.plugins.model_plugins.kernels."""
+def llamafactory(monkeypatch: pytest.MonkeyPatch, accelerator: str) -> tuple[Any, dict[str, Any]]:
+    """(the module, what it has registered) by BaseKernel and register_kernel of
+    llamafactory.v1.plugins.model_plugins.kernels."""
+    registered: dict[str, Any] = {}
 
-    class BaseKernel(ABC):
-        _kernel_id: Any = ""
-        _device: Any = (DeviceType.CPU,)
-
-        @classmethod
-        def get_kernel_id(cls) -> str:
-            return cls._kernel_id  # type: ignore[no-any-return]
-
-        @classmethod
-        def get_device(cls) -> Any:
-            return cls._device
+    class BaseKernel:
+        _kernel_id: Any
+        _device: Any
 
         @classmethod
         def check_deps(cls) -> bool:
             return accelerator in cls._device
 
-        @classmethod
-        @abstractmethod
-        def apply(cls, **kwargs: Any) -> Any: ...
+    def register_kernel(kernel: Any) -> None:
+        if accelerator in kernel._device:
+            registered[kernel._kernel_id] = kernel
 
-    class Registry:
-        _kernels: ClassVar[dict[str, Any]] = {}
-
-        @classmethod
-        def register(cls, kernel: Any) -> Any:
-            if accelerator not in kernel.get_device():
-                return None
-            if kernel.get_kernel_id() in cls._kernels:
-                raise ValueError("already registered")
-            cls._kernels[kernel.get_kernel_id()] = kernel
-            return kernel
-
-    return BaseKernel, Registry
-
-
-def llamafactory(monkeypatch: pytest.MonkeyPatch, accelerator: str) -> tuple[Any, Any]:
-    base, registry = interface(accelerator)
     kernels = "llamafactory.v1.plugins.model_plugins.kernels"
     install(monkeypatch, "llamafactory.v1.accelerator.helper", DeviceType=DeviceType)
-    install(monkeypatch, f"{kernels}.base", BaseKernel=base)
-    install(monkeypatch, f"{kernels}.registry", register_kernel=registry.register)
+    install(monkeypatch, f"{kernels}.base", BaseKernel=BaseKernel)
+    install(monkeypatch, f"{kernels}.registry", register_kernel=register_kernel)
     name = "onetrip.integrations.llamafactory"
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = import_module(name)
     monkeypatch.delitem(sys.modules, name)
-    return module, registry
+    return module, registered
 
 
 def test_llamafactory_applies_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, registry = llamafactory(monkeypatch, "cpu")
+    _, registered = llamafactory(monkeypatch, "cpu")
     model = gpt2().eval()
     ids = torch.arange(8).view(1, 8)
     expected = model(ids).logits
-    assert registry._kernels["onetrip"].apply(model=model) is model
+    assert registered["onetrip"].apply(model=model) is model
     assert classes(model) != classes(gpt2())
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
     assert classes(unpatch_model(model)) == classes(gpt2())
@@ -155,7 +125,7 @@ def test_llamafactory_applies_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_llamafactory_on_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not registered, and an error where it is applied all the same."""
-    module, registry = llamafactory(monkeypatch, "npu")
-    assert registry._kernels == {}
+    module, registered = llamafactory(monkeypatch, "npu")
+    assert registered == {}
     with pytest.raises(RuntimeError, match="OnetripKernel: the accelerator must be"):
         module.OnetripKernel.apply(model=gpt2())

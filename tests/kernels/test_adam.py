@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from adam_cases import ADAMW, GROUPS, RESIDUALS, ROUNDINGS, assert_same_bits, copied, gradients
+from adam_cases import ADAMW, GROUPS, RESIDUALS, ROUNDINGS, StepTable, assert_same_bits, copied, gradients
 from cpu_cases import kernels_fixture, triton_only
-from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Group, Slot
 from onetrip.reference.rounding import Rounding, join

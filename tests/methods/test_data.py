@@ -111,12 +111,6 @@ def test_no_passage_of_what_is_held_out_is_trained_on(length, n_held_out):
     assert not set(training.flatten().tolist()) & set(held_out.flatten().tolist())
 
 
-def test_long_sequences_leave_rows_to_train_on():
-    data = data_of("small", sequence_length=20_000, n_held_out=8)
-    assert len(data.training.rows) == len(data.held_out.rows) == data.n_held_out == 1
-    assert sum(len(batch["input_ids"]) for batch in data.held_out_batches(3)) == 1
-
-
 @pytest.mark.parametrize("preset", ["small", "tiny-gpt2", "tiny-t5", "tiny-vit", "tiny-llama", "tiny-mixtral"])
 def test_models_take_the_batches(preset):
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from adam_cases import (
     BF16,
     F16,
     F32,
+    StepTable,
     assert_same_bits,
     copied,
     gradients,
@@ -22,7 +23,6 @@ from adam_cases import (
 from cpu_cases import with_each_number_of_threads
 from onetrip.ops.common.backends import native as native_library
 from onetrip.ops.common.backends import use_backend
-from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Slot
 from pairwise import short

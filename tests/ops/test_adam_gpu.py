@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adam_cases import ROUNDINGS
+from adam_cases import ROUNDINGS, StepTable
 from onetrip import use_backend
 from onetrip.optim import AdamW8bit
-from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Group, Slot
 from simulators import ADAM, ADAMW, Parameter, Step, assert_same_bits

@@ -63,24 +63,17 @@ def test_what_is_saved_is_plain():
     assert plain(trained().state_dict()) and same(through_torch_save(trained().state_dict()), trained().state_dict())
 
 
-def test_loading_copies():
-    """The dictionary that was loaded, or the optimizer it came from, is not written to afterwards."""
-    source = trained()
-    state = source.state_dict()
-    before = copy.deepcopy(state)
-    target = AdamW8bit(make_params())
-    target.load_state_dict(state)
-    train(target, range(3, 5))
-    assert same(state, before)
-
-
 def test_loading_into_an_optimizer_that_has_stepped_replaces_its_state():
+    """The dictionary that was loaded, or the optimizer it came from, is not written to afterwards."""
     source, target = trained(), trained(steps=7)
     for p, q in zip(target.param_groups[0]["params"], source.param_groups[0]["params"], strict=True):
         p.data = q.detach().clone()
-    target.load_state_dict(source.state_dict())
-    train(source, range(3, 6))
+    state = source.state_dict()
+    before = copy.deepcopy(state)
+    target.load_state_dict(state)
     train(target, range(3, 6))
+    assert same(state, before)
+    train(source, range(3, 6))
     assert same(snapshot(target), snapshot(source))
 
 
@@ -216,30 +209,26 @@ DAMAGED = {
     "state-of-nobody": (change("state", 17, to={"step": 1}), r"got also \[17\]"),
     "lr": (change("param_groups", 0, "lr", to=-1.0), "lr must be >= 0"),
     "amsgrad": (change("param_groups", 0, "amsgrad", to=True), "without amsgrad"),
+    "sgd": (change("param_groups", 0, "betas", to=...), r"param_groups must have \['betas'\]"),
     "l2": (change("param_groups", 0, "decoupled_weight_decay", to=False), "weight decay must be decoupled"),
     "missing-key": (change("state", 0, "exp_avg_scale", to=...), "state of parameter 0 must have"),
-    "unknown-key": (change("state", 1, "momentum", to=1), "state of parameter 1 must have"),
     "entry-not-a-dict": (change("state", 0, to=3), "state of parameter 0 must be a dict"),
     "swapped": (
         change("state", 0, "exp_avg_codes", to=lambda codes: codes.t()),
         r"shaped like its parameter, \(64, 100\)",
     ),
-    "truncated-codes": (change("state", 0, "exp_avg_codes", to=lambda codes: codes[:-1]), "shaped like its parameter"),
     "float-codes": (
         change("state", 0, "exp_avg_sq_codes", to=lambda codes: codes.float()),
         "exp_avg_sq_codes must be uint8 codes",
     ),
-    "int-codes": (change("state", 0, "exp_avg_codes", to=lambda codes: codes.int()), "must be uint8 codes"),
     "codes-no-tensor": (change("state", 0, "exp_avg_sq_codes", to=1), "exp_avg_sq_codes must be uint8 codes"),
     "short-scale": (change("state", 0, "exp_avg_scale", to=lambda scale: scale[:-1]), "must be 50 float32 scales"),
-    "half-scale": (change("state", 0, "exp_avg_scale", to=lambda scale: scale.half()), "must be 50 float32 scales"),
     "negative-scale": (
         change("state", 0, "exp_avg_sq_scale", to=lambda scale: -scale),
         "exp_avg_sq_scale must be >= 0",
     ),
     "negative-square": (change("state", 2, "exp_avg_sq", to=lambda v: -v), "exp_avg_sq must be >= 0"),
     "negative-step": (change("state", 3, "step", to=torch.tensor(-1.0)), "step must be one number >= 0, got -1.0"),
-    "nan-step": (change("state", 3, "step", to=torch.tensor(math.nan)), "step must be one number >= 0, got nan"),
     "two-steps": (change("state", 3, "step", to=torch.ones(2)), "step must be one number >= 0"),
 }
 
@@ -275,21 +264,6 @@ def test_state_of_torchs_adam_is_taken(cls, dtype):
             atol = 0.02 * float(wanted.abs().max()) if wanted.numel() else 0.0
             assert torch.allclose(value, wanted, rtol=0.06, atol=atol) if is_8bit else torch.equal(value, wanted)
     train(ours, range(5, 6))
-
-
-def test_state_of_torchs_other_adams_is_refused():
-    for cls, arguments, message in (
-        (torch.optim.AdamW, {"amsgrad": True}, "without amsgrad"),
-        (torch.optim.Adam, {"weight_decay": 0.1}, "weight decay must be decoupled"),
-        (torch.optim.SGD, {"momentum": 0.9}, "betas|must have"),
-    ):
-        theirs = cls(make_params(), **arguments)
-        train(theirs, range(1))
-        if cls is torch.optim.Adam and "decoupled_weight_decay" not in theirs.param_groups[0]:
-            continue  # torch 2.6
-        ours = trained()
-        with rejected(ours, ValueError, message):
-            ours.load_state_dict(theirs.state_dict())
 
 
 def bitsandbytes_state(block: int, wrapped: bool) -> tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]]:

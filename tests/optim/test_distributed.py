@@ -83,26 +83,28 @@ def test_scales_by_rows_go_to_other_borders(shape, signed):
 @pytest.mark.slow
 @pytest.mark.promise("C8")
 @fsdp2_on_cpu
-def test_two_ranks(tmp_path):
-    """C8: resuming FSDP2 from torch.distributed.checkpoint is training on, bit for bit. One process, DDP and FSDP2
-    agree. State dicts gathered and spread; tensors sharded by columns, and replicas."""
-    optim_distributed.run(2, two_ranks, str(tmp_path / "checkpoint"))
+def test_two_ranks():
+    """C8: one process, DDP and FSDP2 agree. State dicts gathered and spread; tensors sharded by columns, and
+    replicas."""
+    optim_distributed.run(2, two_ranks)
 
 
 @pytest.mark.promise("C7")
+@pytest.mark.promise("C8")
 @fsdp2_on_cpu
 @pytest.mark.slow
 def test_four_ranks_then_two_then_one(tmp_path):
-    """C7: shards that are uneven at every world size; parameters bit for bit, states but for blocks that were cut."""
+    """C8: resuming FSDP2 from torch.distributed.checkpoint with as many ranks is training on, bit for bit. C7: shards
+    that are uneven at every world size; parameters bit for bit, states but for blocks that were cut."""
     results = []
     previous = None
-    for world in (4, 2, 1):
-        folder, result = str(tmp_path / f"checkpoint-{world}"), str(tmp_path / f"result-{world}")
+    for i, world in enumerate((4, 4, 2, 1)):
+        folder, result = str(tmp_path / f"checkpoint-{i}"), str(tmp_path / f"result-{i}")
         optim_distributed.run(world, reshard, previous, folder, result)
         results.append(torch.load(result))
         previous = folder
-    for values, _ in results[1:]:
+    assert same(results[1], results[0])
+    for values, after in results[2:]:
         near(values, results[0][0])
-    for _, after in results[1:]:
         for name in optim_distributed.SHAPES:
             assert float((after[name] - results[0][1][name]).abs().max()) < 2 * 1e-2 * 0.1

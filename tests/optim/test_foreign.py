@@ -49,13 +49,12 @@ def test_load_safetensors_names_the_right_function(tmp_path):
             optimizer.load_safetensors(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit], ids=["AdamW8bit", "Adam8bit"])
 @pytest.mark.parametrize(
     "name", ["fused", "foreach", "amsgrad", "differentiable", "percentile_clipping", "is_paged", "min_8bit_size"]
 )
-def test_arguments_of_other_optimizers_get_a_hint(cls, name):
-    with pytest.raises(TypeError, match=rf"{cls.__name__}: {name} (must not be given: |is called min_8bit_numel)"):
-        cls(make_params(), **{name: True})
+def test_arguments_of_other_optimizers_get_a_hint(name):
+    with pytest.raises(TypeError, match=rf"Adam8bit: {name} (must not be given: |is called min_8bit_numel)"):
+        Adam8bit(make_params(), **{name: True})
 
 
 def test_an_unknown_argument_is_named():

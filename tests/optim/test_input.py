@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,33 +27,21 @@ WRONG = [
     ("lr", torch.tensor(1), ValueError),
     ("betas", (1.0, 0.999), ValueError),
     ("betas", (0.9, 1.0), ValueError),
-    ("betas", (-0.1, 0.999), ValueError),
-    ("betas", (NAN, 0.999), ValueError),
     ("betas", (0.9, 0.99, 0.999), ValueError),
     ("betas", 0.9, ValueError),
     ("eps", -1e-8, ValueError),
-    ("eps", NAN, ValueError),
-    ("weight_decay", -0.1, ValueError),
-    ("weight_decay", NAN, ValueError),
     ("optim_bits", 4, ValueError),
-    ("optim_bits", 8.5, ValueError),
     ("min_8bit_numel", -1, ValueError),
-    ("min_8bit_numel", 1.5, ValueError),
     ("lr", True, TypeError),
-    ("lr", np.bool_(True), TypeError),
     ("lr", np.float32(-1.0), ValueError),
     ("lr", np.array(0.1), TypeError),
     ("betas", (False, 0.999), TypeError),
-    ("eps", True, TypeError),
     ("weight_decay", False, TypeError),
     ("weight_decay", np.float64(NAN), ValueError),
     ("optim_bits", True, ValueError),
     ("optim_bits", 8.0, ValueError),
-    ("optim_bits", np.int64(4), ValueError),
     ("min_8bit_numel", True, ValueError),
-    ("min_8bit_numel", np.float64(16.0), ValueError),
     ("maximize", 1, TypeError),
-    ("maximize", np.int64(1), TypeError),
     ("capturable", "no", TypeError),
     ("master_weight_bits", 16, ValueError),
     ("master_weight_bits", 32.0, ValueError),
@@ -122,10 +111,8 @@ def test_frozen_parameters_are_of_any_dtype(dtype):
 NUMPY = [
     ("lr", np.float32(0.5)),
     ("lr", np.float64(0.5)),
-    ("lr", np.int64(1)),
     ("betas", (np.float32(0.5), np.float64(0.75))),
     ("betas", [np.float16(0.5), 0.75]),
-    ("eps", np.float16(0.5)),
     ("weight_decay", np.float64(0.5)),
     ("optim_bits", np.int32(32)),
     ("min_8bit_numel", np.uint8(16)),
@@ -158,21 +145,11 @@ def test_a_key_of_ones_own_with_a_number_of_numpy_is_saved_as_pythons():
     assert same([group["temperature"], group["lr"]], [0.5, 0.25])
 
 
-def test_what_torch_refuses_is_refused_here():
-    with pytest.raises(ValueError, match="empty parameter list"):
-        AdamW8bit([])
-    with pytest.raises(TypeError):
-        AdamW8bit(torch.zeros(3))
-    with pytest.raises(ValueError, match="non-leaf"):
-        AdamW8bit([torch.zeros(3, requires_grad=True) * 2])
-    p = make_params()
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        AdamW8bit([{"params": p}, {"params": p[:1]}])
-
-
-def test_decay_of_the_other_kind_is_refused():
+def test_groups_of_another_adam_are_refused():
     with pytest.raises(ValueError, match="AdamW8bit: weight decay must be decoupled, got a group whose decay is L2"):
         AdamW8bit([{"params": make_params(), "decoupled_weight_decay": False}])
+    with pytest.raises(ValueError, match="amsgrad must be False"):
+        AdamW8bit([{"params": make_params(), "amsgrad": True}])
 
 
 def rejects(optimizer: torch.optim.Optimizer, error: type[Exception], message: str) -> None:
@@ -272,7 +249,6 @@ def _cast(key: str, dtype: torch.dtype) -> Callable[[Tensor, dict[str, Any]], No
 
 STATE_DAMAGES: dict[str, tuple[Callable[[Tensor, dict[str, Any]], None], str]] = {
     "more": (lambda _, state: state.update(momentum=torch.zeros(1)), " must have the tensors that a step made"),
-    "less": (lambda _, state: state.pop("exp_avg_sq_scale"), " must have the tensors that a step made"),
     "no-tensor": (lambda _, state: state.update(n_steps=1), " must have the tensors that a step made"),
     "shorter": (
         lambda _, state: state.update(exp_avg_codes=state["exp_avg_codes"][:100].clone()),
@@ -287,7 +263,6 @@ STATE_DAMAGES: dict[str, tuple[Callable[[Tensor, dict[str, Any]], None], str]] =
         r": exp_avg_codes must be .*, contiguous on cpu, got uint8 of shape \(4096,\), strides \(2,\) on cpu",
     ),
     "codes-dtype": (_cast("exp_avg_codes", torch.float32), r": exp_avg_codes must be uint8 .*, got float32"),
-    "scale-dtype": (_cast("exp_avg_sq_scale", torch.float64), r": exp_avg_sq_scale must be float32 .*, got float64"),
     "step-dtype": (_cast("n_steps", torch.int64), r": n_steps must be float32 of shape \(\), .*, got int64"),
     "shorter-scale": (
         lambda _, state: state.update(exp_avg_scale=state["exp_avg_scale"][:1]),
@@ -327,26 +302,6 @@ def test_without_a_scaler_what_is_not_finite_propagates(value, bits):
 
 
 @pytest.mark.promise("Q7")
-@pytest.mark.parametrize("value", [NAN, math.inf], ids=str)
-def test_found_inf_skips_the_whole_step(value):
-    """Q7: everything bit for bit, step counts too; then the next step is an ordinary one."""
-    optimizer, plain = AdamW8bit(make_params()), AdamW8bit(make_params())
-    for each in (optimizer, plain):
-        train(each, range(1))
-    before = snapshot(optimizer)
-    params = optimizer.param_groups[0]["params"]
-    set_grads(params, 1)
-    params[0].grad[3, 3] = value
-    optimizer.found_inf = torch.tensor(1.0)
-    optimizer.step()
-    assert same(snapshot(optimizer), before)
-    optimizer.found_inf = torch.tensor(0.0)
-    train(optimizer, range(2, 3))
-    train(plain, range(2, 3))
-    assert same(snapshot(optimizer), snapshot(plain))
-
-
-@pytest.mark.promise("Q7")
 @pytest.mark.parametrize("unscale", [False, True], ids=["fused", "unscaled-first"])
 def test_grad_scaler(unscale):
     """Scaled gradients give the very step of plain ones (powers of two are exact); an overflow skips it and halves
@@ -372,17 +327,24 @@ def test_grad_scaler(unscale):
     assert not hasattr(optimizer, "grad_scale")
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"optim_bits": 32, "max_grad_norm": 1.0}, {"lr": torch.tensor(0.125)}],
     ids=["8", "32", "tensor-lr"],
 )
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_the_default_device_changes_nothing(name, arguments, tmp_path):
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.promise("adam B9")
+def test_torchs_default_device_and_dtype_change_nothing(default, name, arguments, tmp_path):
     """torch.set_default_device("cuda") put the tables of the host on the GPU: no step was possible."""
     with use_backend(name):
-        code_map.cache_clear()
-        thresholds.cache_clear()
         expected = AdamW8bit(make_params(), **arguments)
         params = make_params()
         gradients = []
@@ -398,7 +360,9 @@ def test_the_default_device_changes_nothing(name, arguments, tmp_path):
                 optimizer.step()
 
         steps(expected)
-        with torch.device("meta"):
+        code_map.cache_clear()
+        thresholds.cache_clear()
+        with default if isinstance(default, torch.device) else default_dtype(default):
             steps(optimizer := AdamW8bit(params, **arguments))
             optimizer.save_safetensors(tmp_path / "optimizer.safetensors")
             optimizer.load_safetensors(tmp_path / "optimizer.safetensors")
@@ -416,8 +380,3 @@ def test_zero_gradients_forever():
             p.grad = torch.zeros_like(p)
         optimizer.step()
     assert same([p.detach() for p in params], before)
-
-
-def test_keys_of_adam_that_are_not_supported_are_refused():
-    with pytest.raises(ValueError, match="amsgrad must be False"):
-        AdamW8bit([{"params": [torch.nn.Parameter(torch.zeros(3))], "amsgrad": True}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import pytest
@@ -171,16 +170,26 @@ def test_random_bits_differ_by_parameter_and_step_and_can_be_turned_off() -> Non
     assert all(len(p.unique()) == 1 for p in params)
 
 
+class Counted(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"calls": 3}
+
+
 def test_master_weights_of_a_model() -> None:
-    """Names of its state_dict, all in float32: tied weights, buffers, parameters without a master weight."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).to(BF16)
+    """Names of its state_dict, all in float32: tied weights, buffers, parameters without a master weight. A module's
+    extra state is left alone."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), Counted(64, 64)).to(BF16)
     model[2].weight = model[0].weight
     optimizer = AdamW8bit([model[0].weight], lr=1e-4, master_weight_bits=32)
     model(torch.randn(8, 64, dtype=BF16)).sum().backward()
     optimizer.step()
     masters = optimizer.master_weights(model)
     assert list(masters) == list(model.state_dict()) and masters["1.num_batches_tracked"].dtype == torch.int64
-    assert all(value.dtype == torch.float32 for value in masters.values() if value.is_floating_point())
+    tensors = [value for value in masters.values() if isinstance(value, Tensor)]
+    assert all(value.dtype == torch.float32 for value in tensors if value.is_floating_point())
     assert same(masters["0.weight"], masters["2.weight"])
     assert not same(masters["0.weight"], model[0].weight.detach().float())
     assert same(masters["0.bias"], model[0].bias.detach().float())
@@ -232,25 +241,6 @@ def test_options_and_dtypes_that_change_between_steps() -> None:
         train(optimizer, range(4, 6))
         assert all("master_residual" not in entry for entry in optimizer.state.values())
         assert all(p.isfinite().all() for p in params)
-
-
-def test_replaced_parameters_are_freed() -> None:
-    """As Accelerate does for FSDP2."""
-    params = [nn.Parameter(torch.ones(300, dtype=BF16))]
-    optimizer = AdamW8bit(params, bf16_stochastic_round=True)
-    before = weakref.ref(params.pop())
-    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(300, dtype=BF16))]
-    train(optimizer, range(1))
-    assert before() is None
-
-
-def test_extra_state_of_a_module_is_left_alone() -> None:
-    class Counted(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return {"calls": 3}
-
-    model = Counted(4, 4)
-    assert AdamW8bit(model.parameters()).master_weights(model)["_extra_state"] == {"calls": 3}
 
 
 def test_wrong_residuals_raise_ValueError() -> None:

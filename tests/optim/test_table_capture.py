@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from adam_cases import StepTable
 from onetrip.optim import table
 from onetrip.reference.adam import Slot
 
@@ -17,7 +18,7 @@ def test_a_capture_pins_no_memory_and_its_table_stays(monkeypatch):
         allocations.append(is_capturing)
         return tensor.clone()
 
-    made = table.StepTable.of_slots(slots)
+    made = StepTable.of_slots(slots)
     captured: list[tuple[torch.Tensor, ...]] = []
     monkeypatch.setattr(table, "_CAPTURED", captured)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)

@@ -77,34 +77,6 @@ def test_any_set_after_any_other(dtypes, tables):
     assert pair.agrees() and not tables
 
 
-def test_what_changes_while_a_parameter_rests_is_seen(tables):
-    """Storage, a tensor, an entry, a dtype, strides: each found when it is its turn, and nothing old is written to."""
-    pair = Pair([torch.float32])
-    n = len(pair.params)
-    pair.step(range(n), 0)
-    rests, others = [1, 4], [i for i in range(n) if i not in (1, 4)]
-    p, optimizer = pair.params[1], pair.optimizer
-    for step, change in enumerate(("storage", "tensor", "entry", "dtype", "strides"), 1):
-        pair.step(others, 2 * step)
-        p.grad = None
-        before = p.data
-        if change == "storage":
-            p.data = p.data.clone()
-            before.zero_()
-        elif change == "tensor":
-            optimizer.state[p]["exp_avg_codes"] = optimizer.state[p]["exp_avg_codes"].clone()
-        elif change == "entry":
-            optimizer.state[p] = {key: value.clone() for key, value in optimizer.state[p].items()}
-        elif change == "dtype":
-            p.data = p.data.bfloat16()
-            pair.expected[1].grad = None
-            pair.expected[1].data = pair.expected[1].data.bfloat16()
-        else:
-            p.data = torch.stack((p.data, p.data), dim=1)[:, 0]
-        pair.step(rests, 2 * step + 1)
-        assert pair.agrees(), change
-
-
 @pytest.mark.parametrize("known", [range(len(SHAPES)), [0, 1]], ids=["all_known", "others_join"])
 def test_a_parameter_spoilt_while_it_rests_is_refused_at_its_turn_only(known):
     pair = Pair([torch.float32])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from onetrip.optim import table
+from onetrip.optim.state import RESIDUAL
 from onetrip.reference.adam import BLOCK, ZERO_CODE, Group, Slot
 from onetrip.reference.rounding import RESIDUALS, Rounding
 from torch import Tensor
@@ -34,6 +36,30 @@ GROUPS = {
     "lr_tensor": ADAMW._replace(lr=torch.tensor(0.3)),
     "no_lr": ADAMW._replace(lr=0.0),
 }
+
+
+class StepTable(table.StepTable):
+    """Steps of slots without an optimizer: each is a parameter of its own."""
+
+    @classmethod
+    def of_slots(cls, slots: Sequence[Slot]) -> StepTable:
+        members = []
+        for i, slot in enumerate(slots):
+            state = {"exp_avg_codes": slot.exp_avg, "exp_avg_scale": slot.exp_avg_scale} | {
+                "exp_avg_sq_codes": slot.exp_avg_sq, "exp_avg_sq_scale": slot.exp_avg_sq_scale, "n_steps": slot.step
+            }  # fmt: skip
+            if slot.exp_avg_scale is None:
+                state = {"step": slot.step, "exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq}
+            if slot.residual is not None:
+                state[RESIDUAL] = slot.residual
+            members.append(table.Member(slot.param, state, slot.group, str(i), slot.random_bits))
+        return cls(members, "adam")
+
+    def step(self, grads: list[Tensor], groups: Sequence[Group], *numbers: Tensor | None) -> None:
+        """numbers: grad_scale and found_inf."""
+        if not self.prepare(grads):
+            raise ValueError("parameters and states must lie where they lay when the table was made")
+        self.launch(groups, *numbers)
 
 
 def placed(tensor: Tensor, shift: int = 0) -> Tensor:

@@ -69,6 +69,17 @@ def snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     return params, copy.deepcopy(optimizer.state_dict())
 
 
+class Rows(torch.utils.data.Dataset):
+    """Rows of tokens, for Trainers."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 200, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": tokens, "labels": tokens}
+
+
 @contextmanager
 def rejected(optimizer: torch.optim.Optimizer, error: type[Exception], message: str) -> Iterator[None]:
     """What happens here raises the error, and changes neither parameters nor states."""

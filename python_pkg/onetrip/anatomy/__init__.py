@@ -1,10 +1,10 @@
 """One training step taken apart: bytes by class of tensor, milliseconds by phase and by class of operator."""
 
-from .bytes import StepBytes, format_bytes
-from .compare import Column, Comparison, compare, writable_folder, write
-from .fits import Fit, largest_batch, memory_size
+from .bytes import format_bytes
+from .compare import Comparison, compare, writable_folder, write
+from .fits import largest_batch, memory_size
 from .gpu import Sampler
-from .gpus import SPEEDS, Bound, Speed, lower_bound, usable_bytes
+from .gpus import SPEEDS, Speed, lower_bound, usable_bytes
 from .measure import (
     StepAnatomy,
     StepTimes,
@@ -15,26 +15,20 @@ from .measure import (
     timed_step,
 )
 from .models import PRESETS, UsageError, load_model, make_batch
-from .operators import operator_class, time_by_operator_class
-from .options import COLUMNS, OPTIMIZERS, Options
+from .operators import operator_class
+from .options import OPTIMIZERS, Options
 from .predict import fake_copy, predict
-from .saved import SavedActivations, saved_activations
+from .saved import saved_activations
 
 __all__ = [
-    "COLUMNS",
     "OPTIMIZERS",
     "PRESETS",
     "SPEEDS",
-    "Bound",
-    "Column",
     "Comparison",
-    "Fit",
     "Options",
     "Sampler",
-    "SavedActivations",
     "Speed",
     "StepAnatomy",
-    "StepBytes",
     "StepTimes",
     "UsageError",
     "Variant",
@@ -52,7 +46,6 @@ __all__ = [
     "predict",
     "profile_run",
     "saved_activations",
-    "time_by_operator_class",
     "timed_step",
     "usable_bytes",
     "writable_folder",

@@ -27,7 +27,7 @@ from .gpus import Bound, lower_bound
 from .measure import PHASES, Progress, StepAnatomy, Variant, measure_variants
 from .models import UsageError, first_line, load_model, make_batch, reason_of
 from .options import COLUMNS, DTYPES, OPTIMIZERS, Options
-from .predict import fake_copy, predict, resident_bytes
+from .predict import fake_copy, predict
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,13 @@ class Comparison:
     columns: dict[str, Column]
     sites: dict[str, Any]
     """PatchReport.to_dict() of the patched model."""
-    n_patched: int
     gpu_unread: str = ""
     """Why NVML was not asked; "" where it was."""
     header: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def n_patched(self) -> int:
+        return len(self.sites["patched"])
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -131,11 +134,11 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     measured: dict[str, StepAnatomy] = {}
     gpu_unread = "nothing was run"
     if options.runs:
-        _check_memory(predicted, predictions, device)
-        measured, gpu_unread, (sites, n_patched) = _measure(options, device, progress)
+        _check_memory(predicted, device)
+        measured, gpu_unread, sites = _measure(options, device, progress)
     else:
         with patched(fake, verify=False) as report:
-            sites, n_patched = report.to_dict(), len(report.patched)
+            sites = report.to_dict()
     memory, speed, dtype = options.memory(), options.speed(), options.autocast or options.dtype
     columns = {}
     for name in options.columns:
@@ -151,7 +154,6 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
         n_parameters=sum(p.numel() for p in fake.parameters()),
         columns=columns,
         sites=sites,
-        n_patched=n_patched,
         gpu_unread=gpu_unread,
         header=header(device if options.runs else torch.device("cpu")),
     )
@@ -199,9 +201,6 @@ class _Predictions:
                 "--gpu and --predict-only it is measured"
             ) from error
 
-    def resident(self) -> int:
-        return resident_bytes(self.model, OPTIMIZERS[self.options.optimizer], self.mode)
-
     def fit(self, name: str, step: StepBytes, memory: int) -> Fit:
         asked = 0
 
@@ -233,21 +232,13 @@ def _context(name: str, model: nn.Module) -> Callable[[], AbstractContextManager
     return partial(patched, model, patterns=patterns, verify=False)
 
 
-def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, device: torch.device) -> None:
-    """Raises UsageError where the columns, whose optimizers' states stand side by side, need more than is free.
-
-    Where none of them could be predicted: weights, gradients and optimizer states alone.
-    """
+def _check_memory(predicted: dict[str, StepBytes], device: torch.device) -> None:
+    """Raises UsageError where the columns, whose optimizers' states stand side by side, need more than is free."""
     free = free_bytes(device)
-    if free is None:
-        return
-    if predicted:
-        # The states of each optimizer once: all columns but one share theirs.
-        states = {name == "patched_adamw8bit": step.optimizer_states for name, step in predicted.items()}
-        needed = max(step.peak - step.optimizer_states for step in predicted.values()) + sum(states.values())
-    else:
-        needed = predictions.resident()
-    if needed > free:
+    # The states of each optimizer once: all columns but one share theirs.
+    states = {name == "patched_adamw8bit": step.optimizer_states for name, step in predicted.items()}
+    needed = max((step.peak - step.optimizer_states for step in predicted.values()), default=0) + sum(states.values())
+    if free is not None and needed > free:
         raise UsageError(
             f"the step does not fit on {device}: it is predicted to take {format_bytes(needed)}, {format_bytes(free)} "
             f"are free, {format_bytes(needed - free)} too little; --predict-only shows it without running it"
@@ -262,13 +253,13 @@ def _loss(model: Any, batch: dict[str, Tensor], device: torch.device, autocast: 
 
 def _measure(
     options: Options, device: torch.device, progress: Progress | None
-) -> tuple[dict[str, StepAnatomy], str, tuple[dict[str, Any], int]]:
-    """(the columns, why no GPU was sampled, (the patches, how many))."""
+) -> tuple[dict[str, StepAnatomy], str, dict[str, Any]]:
+    """(the columns, why no GPU was sampled, the patches)."""
     torch.manual_seed(options.seed)
     model = load_model(options.model).to(device, DTYPES[options.dtype]).train()
     batch = make_batch(model, options.batch_size, options.sequence_length, options.seed)
     with patched(model) as report:  # verified once here; the switches between steps need not be
-        patches = report.to_dict(), len(report.patched)
+        patches = report.to_dict()
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     variants = {}
     for name in options.columns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -96,15 +97,6 @@ class Options:
         """Peaks of the GPU that was named, where they are known."""
         return None if self.gpu is None else SPEEDS.get(known(self.gpu))
 
-    def _parsed_device(self) -> torch.device:
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}") from error
-        if device.type not in ("cpu", "cuda"):
-            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}")
-        return device
-
     def torch_device(self) -> torch.device:
         """Where the step runs; where nothing runs, a device of the type that it is predicted for.
 
@@ -112,7 +104,9 @@ class Options:
         """
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() or not self.runs else "cpu")
-        device = self._parsed_device()
+        if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", self.device):
+            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}")
+        device = torch.device(self.device)
         if not self.runs:
             return torch.device(device.type)
         if device.type == "cuda" and not torch.cuda.is_available():

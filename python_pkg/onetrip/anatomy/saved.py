@@ -6,8 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +32,6 @@ class SavedActivations:
     """By place in the model, repeated layers together (their number is a star) and one level of them apart."""
     by_operator_class: dict[str, int] = field(default_factory=dict)
     """See operators.operator_class."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _innermost_module(names: dict[int, str]) -> nn.Module | None:

@@ -6,6 +6,7 @@ Nothing here knows onetrip's operators.
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 import weakref
@@ -133,41 +134,31 @@ def peak_of_trace(trace: profile) -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Memory that this process can still allocate; None where the system does not tell.
 
-    CUDA: what the driver has left and what torch's allocator holds unused. CPU: MemAvailable of Linux; elsewhere what
-    psutil says, if it is installed.
+    CUDA: what the driver has left and what torch's allocator holds unused. CPU: MemAvailable of Linux.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    try:
-        with open("/proc/meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        pass
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return int(psutil.virtual_memory().available)
+    return _kilobytes("/proc/meminfo", "MemAvailable:")
+
+
+def _kilobytes(path: str, field: str) -> int | None:
+    """Bytes of a field of one of Linux' files; None where there is none."""
+    with suppress(OSError), open(path) as file:
+        return next((1024 * int(line.split()[1]) for line in file if line.startswith(field)), None)
+    return None
 
 
 @contextmanager
 def at_most_more(n_bytes: int | None) -> Iterator[None]:
     """Inside the with block an allocation on the CPU raises where this process would take more than n_bytes more.
 
-    Without a limit Linux grants the allocation and kills the process when it writes to it. None, and systems other
-    than Linux: no limit. Thread stacks count, and OpenMP aborts a process that cannot have them: torch's threads are
-    started first.
+    Without a limit Linux grants the allocation and kills the process when it writes to it. None: no limit. Thread
+    stacks count, and OpenMP aborts a process that cannot have them: torch's threads are started first.
     """
     torch.zeros(1 << 20, device="cpu").sum()
-    try:
-        import resource
-
-        with open("/proc/self/status") as file:
-            held = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmData:"))
-    except (ImportError, OSError, StopIteration):
-        n_bytes = None
-    if n_bytes is None:
+    held = _kilobytes("/proc/self/status", "VmData:")
+    if n_bytes is None or held is None:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

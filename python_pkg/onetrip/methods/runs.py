@@ -15,9 +15,9 @@ from ..anatomy.models import reason_of
 from ..environment import describe, header, packages
 from ..measure import Spread
 from .catalog import BASELINE, Method, chosen
-from .session import DoesNotFit, Options, Session
+from .session import NO_MEMORY, MethodFailed, Options, Session
 from .verdict import memory_verdict, speed_verdict, unpaired_ratio
-from .worker import MethodFailed, measure_isolated
+from .worker import measure_isolated
 
 FORMAT = 1
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
@@ -101,10 +101,9 @@ def _entry(session: Session, method: Method, advance: Callable[[str], None]) -> 
             figures = measure_isolated(session.options, method, advance)
         else:
             figures = session.measure(method, advance)
-    except (MethodFailed, DoesNotFit) as error:
-        return entry | {"status": FAILED, "reason": str(error)}
     except Exception as error:  # one method's failure, whatever it is, is a row of the table
-        return entry | {"status": FAILED, "reason": reason_of(error)}
+        reason = str(error) if isinstance(error, MethodFailed) else reason_of(error)
+        return entry | {"status": FAILED, "reason": reason}
     if figures["loss"] is None:  # what does not train is no method, however fast
         return entry | {"status": FAILED, "reason": f"its loss is not finite after {figures['trained_steps']} steps"}
     return entry | {"status": MEASURED, "isolated": method.isolated, **figures}
@@ -145,7 +144,7 @@ def own_failures(result: dict[str, Any]) -> list[str]:
         name
         for name, entry in failed.items()
         if entry["own"]
-        and not entry["reason"].startswith("does not fit")
+        and not entry["reason"].startswith(NO_MEMORY)
         and not any(part in failed and not failed[part]["own"] for part in entry["parts"])
     ]
 
@@ -154,24 +153,22 @@ def check_same_run(previous: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UsageError unless the earlier figures can stand beside new ones: same options, machine, versions, code."""
     if previous.get("format") != FORMAT:
         raise UsageError(f"--resume: methods.json has format {previous.get('format')}, not {FORMAT}")
-    # Which methods are asked for may change: those measured before are measured.
-    differing = {
-        f"--{name.replace('_', '-')}": (previous["options"].get(name), value)
-        for name, value in now["options"].items()
-        if name not in ("only", "combine") and previous["options"].get(name) != value
-    }
-    differing |= {
-        name: (previous["versions"].get(name), value)
-        for name, value in now["versions"].items()
-        if previous["versions"].get(name) != value
-    }
-    for subject in ("machine", "commit"):
-        before, after = describe(previous)[subject], describe(now)[subject]
-        if before != after:
-            differing[subject] = (before, after)
+    before = _terms(previous)
+    differing = {name: (before.get(name), value) for name, value in _terms(now).items() if before.get(name) != value}
     if differing:
         told = "; ".join(f"{name} was {before}, is {after}" for name, (before, after) in differing.items())
         raise UsageError(f"--resume: methods.json is of another run: {told}")
+
+
+def _terms(result: dict[str, Any]) -> dict[str, Any]:
+    """What two runs must share. Which methods are asked for may change: those measured before are measured."""
+    options = {name: value for name, value in result["options"].items() if name not in ("only", "combine")}
+    described = describe(result)
+    return {
+        **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        **result["versions"],
+        **{subject: described[subject] for subject in ("machine", "commit")},
+    }
 
 
 def load_previous(folder: Path) -> dict[str, Any] | None:

@@ -31,8 +31,12 @@ _FIRST_STEPS = 5
 """The first steps of a process are slow: its heap grows, pools of threads start. The first method shall not pay."""
 
 
-class DoesNotFit(Exception):
-    """A method needs more memory than there is; the message says how much where the allocator told."""
+class MethodFailed(Exception):
+    """The method could not be measured; the message is one line and says why. Where it needs more memory than there is
+    it begins with NO_MEMORY, and says how much where the allocator told."""
+
+
+NO_MEMORY = "does not fit in memory"
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Session:
         """The figures of one method.
 
         Its steps alternate with those of a baseline in the same process; where both do not fit together, it goes alone.
-        So does one that empties the cache that both share. Raises DoesNotFit where a method does not fit alone, and
+        So does one that empties the cache that both share. Raises MethodFailed where a method does not fit alone, and
         whatever training raises.
         """
         recipe, why = self.recipe(method), ""
@@ -175,7 +179,7 @@ class Session:
                     raise
                 why = (str(error).strip() or "out of memory").splitlines()[0]
             self.release()
-        raise DoesNotFit(f"does not fit in memory: {why}")
+        raise MethodFailed(f"{NO_MEMORY}: {why}")
 
     def release(self) -> None:
         """Gives the baseline's memory back; the next method makes it anew."""

@@ -93,13 +93,9 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=getattr(torch, self.recipe.autocast))
 
     def _to_device(self, batch: Batch) -> Batch:
-        weight = next(self.model.parameters())
-        return {
-            name: t.to(
-                self.device, weight.dtype if t.is_floating_point() else t.dtype, non_blocking=self.recipe.pin_memory
-            )
-            for name, t in batch.items()
-        }
+        wanted, is_async = next(self.model.parameters()).dtype, self.recipe.pin_memory
+        dtypes = {name: wanted if t.is_floating_point() else t.dtype for name, t in batch.items()}
+        return {name: t.to(self.device, dtypes[name], non_blocking=is_async) for name, t in batch.items()}
 
     def loss(self, batch: Batch) -> Tensor:
         """The training loss of a batch on the device, with its graph."""

@@ -21,13 +21,9 @@ import torch
 from ..anatomy.models import reason_of
 from ..processes import process_group
 from .catalog import Method, find
-from .session import Advance, Options, Session
+from .session import Advance, MethodFailed, Options, Session
 
 _PATIENCE_S = 5.0
-
-
-class MethodFailed(Exception):
-    """The method could not be measured; the message is one line and says why."""
 
 
 def measure_isolated(options: Options, method: Method, advance: Advance) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def _serve(fd: int) -> NoReturn:
             method = find(job["method"], session.setting)
             say(figures=session.measure(method, lambda what: say(progress=what)))
         except Exception as error:
-            say(failed=reason_of(error))
+            say(failed=str(error) if isinstance(error, MethodFailed) else reason_of(error))
     sys.exit(0)
 
 

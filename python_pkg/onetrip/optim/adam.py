@@ -362,8 +362,8 @@ class Adam8bit(torch.optim.Optimizer):
         saved = state_dict["state"]
         state: dict[Tensor, State] = {}
         remaining = dict(saved)
-        for ours, (group, keys, is_ours) in zip(self.param_groups, loaded, strict=True):
-            for p, key in zip(ours["params"], keys, strict=True):
+        for group, keys, is_ours in loaded:
+            for p, key in zip(group["params"], keys, strict=True):
                 entry = remaining.pop(key, None)
                 if entry is not None and entry != {}:
                     which = f"{where}: state of parameter {key}"
@@ -372,17 +372,14 @@ class Adam8bit(torch.optim.Optimizer):
             raise ValueError(
                 f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"
             )
-        groups = [
-            {**group, "params": ours["params"]} for ours, (group, _, _) in zip(self.param_groups, loaded, strict=True)
-        ]
         fresh = self.state.__class__(dict)
         fresh.update(state)
-        self.__setstate__({"state": fresh, "param_groups": groups})
+        self.__setstate__({"state": fresh, "param_groups": [group for group, _, _ in loaded]})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def _loaded_groups(self, where: str, saved: Any) -> list[tuple[dict[str, Any], list[Any], bool]]:
-        """For each group: its values, its parameters' keys, and whether this class has written it."""
+        """For each group: its values, its parameters' keys in the checkpoint, and whether this class has written it."""
         lengths = [len(group["params"]) for group in self.param_groups]
         try:
             got = [len(group["params"]) for group in saved]
@@ -405,13 +402,12 @@ class Adam8bit(torch.optim.Optimizer):
             for key in (*self.defaults, "param_names"):
                 if key in ours:
                     group.setdefault(key, ours[key])
-            group["betas"] = tuple(group["betas"]) if isinstance(group["betas"], list) else group["betas"]
             check_group(where, group, may_wait=True)
             self._check_decay(group)
             group["decoupled_weight_decay"] = self._decoupled
             if any(p.device.type == "cpu" for p in ours["params"]):
                 group["capturable"] = False  # it was saved on a GPU
-            loaded.append((group, list(given["params"]), is_ours))
+            loaded.append(({**group, "params": ours["params"]}, list(given["params"]), is_ours))
         return loaded
 
     def load_bitsandbytes_state_dict(self, state: Mapping[str, Any]) -> None:

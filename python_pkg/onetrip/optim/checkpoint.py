@@ -116,12 +116,6 @@ def load(path: Path) -> dict[str, Any]:
     """The state_dict of a file that save wrote; ValueError where it is another kind of file or a byte is wrong."""
     if path.is_dir():
         raise ValueError(f"load_safetensors: path must be a file, got the folder {path}; torch.distributed.checkpoint")
-    with open(path, "rb") as file:
-        if file.read(4) == b"PK\3\4":
-            raise ValueError(
-                f"load_safetensors: path must be a file of save_safetensors, got {path} of torch.save; call "
-                "load_state_dict(torch.load(path, weights_only=True))"
-            )
     try:
         with open(path, "rb") as file:
             return _parsed(file, path.stat().st_size)
@@ -133,6 +127,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def _parsed(file: Any, size: int) -> dict[str, Any]:
     length = bytes(_read(file, 8))
+    if length.startswith(b"PK\3\4"):
+        raise ValueError("one of torch.save; call load_state_dict(torch.load(path, weights_only=True))")
     n_header = int.from_bytes(length, "little")
     if n_header > size - 8:
         raise ValueError("it ends too early")
@@ -159,15 +155,9 @@ def _parsed(file: Any, size: int) -> dict[str, Any]:
         tensors[name] = flat.view(about["shape"])
     if file.read(1) or digest.hexdigest() != checksum:
         raise ValueError("its checksum is another")
-    return _state_dict(tensors, json.loads(metadata["param_groups"]))
-
-
-def _state_dict(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
+    groups = json.loads(metadata["param_groups"])
     for name, tensor in tensors.items():
         kind, index, key = name.split(".", 2)
-        if kind == "state":
-            state.setdefault(int(index), {})[key] = tensor
-        else:
-            groups[int(index)][key] = tensor
+        (state.setdefault(int(index), {}) if kind == "state" else groups[int(index)])[key] = tensor
     return {"state": state, "param_groups": groups}

@@ -196,17 +196,12 @@ def to_bytes(value: Tensor) -> Tensor:
     return value.unsqueeze(-1).view(torch.int8)
 
 
-def to_saved(p: Tensor, entry: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_saved(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
     """A rank's state of a parameter as state_dict holds it: DTensors where it is sharded."""
-    if is_sharded(p):
-        return to_dtensors(p, entry)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return {key: to_bytes(value) if value.dtype == torch.int16 else value for key, value in entry.items()}
-    return entry
-
-
-def to_dtensors(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's state of a sharded parameter as state_dict holds it."""
+    if not is_sharded(p):
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return {key: to_bytes(value) if value.dtype == torch.int16 else value for key, value in entry.items()}
+        return entry
     from torch.distributed.tensor import Replicate, Shard
 
     def wrap(part: Tensor, placements: Any, shape: tuple[int, ...]) -> Tensor:
@@ -235,7 +230,7 @@ def to_dtensors(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_saved_scale(p: Tensor, value: Tensor, codes: Tensor, signed: bool) -> tuple[Tensor, Tensor] | None:
-    """(scales, codes) of this rank from a scale as to_dtensors made it, or the flat [n_blocks] of a plain parameter,
+    """(scales, codes) of this rank from a scale as to_saved made it, or the flat [n_blocks] of a plain parameter,
     each whole or as a DTensor. codes: this rank's, contiguous. None where the shape is another parameter's."""
     first, row_length = first_element(p), _row_length(p)
     count = n_blocks(codes.numel(), first or 0)

@@ -189,8 +189,6 @@ def checked(where: str, p: Tensor, entry: object, group: Mapping[str, Any] | Non
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} must be a dict, got {type(entry).__name__}")
-    if "max_exp_avg_sq" in entry:
-        raise ValueError(f"{where} must be of Adam without amsgrad, got max_exp_avg_sq")
     keys = keys_of(entry)
     if set(entry) != set(keys):
         raise ValueError(f"{where} must have {sorted(keys)}, got {sorted(map(str, entry))}")

@@ -22,7 +22,7 @@ from ..ops.adam import CHUNK, AdamTables, Kind, launch, sum_of_squares, sums_of_
 from ..ops.common.backends import KERNEL_DTYPES, native
 from ..reference.adam import Group, Slot
 from . import sharding
-from .state import RESIDUAL, State, check_state, fields, runs
+from .state import State, check_state, fields, runs
 
 _N_SCALARS = 12  # floats of struct AdamScalars
 _GRAD, _NUMEL, _COUNTER = 1, 6, 7  # columns of AdamTensor in csrc/launch.h
@@ -114,7 +114,7 @@ class StepTable:
     dtypes of gradients, sorts the tables anew; other addresses of gradients are written into them.
     """
 
-    def __init__(self, members: Sequence[Member], function: str = "adam") -> None:
+    def __init__(self, members: Sequence[Member], function: str) -> None:
         """function: for messages. Raises ValueError for a damaged state, and for parameters that share memory."""
         self._function = function
         self._params = [member.param for member in members]
@@ -137,21 +137,6 @@ class StepTable:
         self._values = [list(state.values()) for state in self._states]
         self._looks = [_look(values) for values in self._values]
         self._select(list(range(len(members))))
-
-    @classmethod
-    def of_slots(cls, slots: Sequence[Slot]) -> StepTable:
-        """For steps without an optimizer: slots as the members' own."""
-        members = []
-        for i, slot in enumerate(slots):
-            tensors = {"exp_avg_codes": slot.exp_avg, "exp_avg_scale": slot.exp_avg_scale} | {
-                "exp_avg_sq_codes": slot.exp_avg_sq, "exp_avg_sq_scale": slot.exp_avg_sq_scale, "n_steps": slot.step
-            }  # fmt: skip
-            if slot.exp_avg_scale is None:
-                tensors = {"step": slot.step, "exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq}
-            if slot.residual is not None:
-                tensors[RESIDUAL] = slot.residual
-            members.append(Member(slot.param, tensors, slot.group, str(i), slot.random_bits))  # type: ignore[arg-type]
-        return cls(members)
 
     def _source(self, member: Member) -> tuple[_Source, list[Slot]]:
         p, state, group, name, random_bits = member
@@ -372,18 +357,6 @@ class StepTable:
             source.part.copy_(source.work)
         increment_versions(self._selected_params)
         self._slot_grads = []  # a gradient lives no longer than its parameter's .grad
-
-    def step(
-        self,
-        grads: list[Tensor],
-        groups: Sequence[Group],
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """prepare and launch. Raises ValueError where a member or its state is no longer what it was."""
-        if not self.prepare(grads):
-            raise ValueError(f"{self._function}: parameters and states must lie where they lay when the table was made")
-        self.launch(groups, grad_scale, found_inf)
 
 
 def _rounding_numbers(slot: Slot) -> tuple[int, int]:
