@@ -144,7 +144,7 @@ def test_the_states_of_both_optimizers_count_in_every_column(monkeypatch):
     steps = {"patched_loss": (100, 40), "patched_adamw8bit": (90, 10)}
     predicted = {name: SimpleNamespace(peak=peak, optimizer_states=n) for name, (peak, n) in steps.items()}
     with pytest.raises(anatomy.UsageError, match="predicted to take 130 B, 129 B are free, 1 B too little"):
-        COMPARE._check_memory(predicted, torch.device("cpu"))
+        COMPARE._check_memory(predicted, None, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +198,9 @@ def test_one_column_that_cannot_be_predicted_leaves_the_others_theirs(monkeypatc
     columns = anatomy.compare(of_tiny_bert(device="cpu", columns=("eager", "patched"))).columns
     assert (columns["eager"].predicted, columns["eager"].unpredicted) == (None, "RuntimeError: no rule")
     assert columns["patched"].predicted is not None and columns["patched"].unpredicted == ""
+    monkeypatch.setattr(COMPARE, "free_bytes", lambda device: 1 << 20)
+    with pytest.raises(anatomy.UsageError, match="does not fit on cpu"):  # by its weights, gradients and states alone
+        anatomy.compare(of_tiny_bert(device="cpu", columns=("eager",)))
 
 
 def test_a_search_that_cannot_go_on_says_why(monkeypatch):

@@ -156,7 +156,16 @@ def test_another_head_than_the_saved_one_is_not_taken_silently(tmp_path):
         anatomy.load_model(str(tmp_path))
 
 
-def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(anatomy.UsageError, match=r"transformers must be installed: pip .*\(import of transformers"):
+@pytest.mark.parametrize("name", ["transformers", "tokenizers"])
+def test_what_cannot_be_imported_is_named(name, monkeypatch):
+    class Finder:
+        @staticmethod
+        def find_spec(wanted, *_):
+            if wanted == "transformers":
+                raise ImportError(f"no {name} here\nand more", name=name)
+
+    monkeypatch.delitem(sys.modules, "transformers")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    said = "anatomy needs transformers: pip" if name == "transformers" else "cannot be imported: no tokenizers here$"
+    with pytest.raises(anatomy.UsageError, match=said):
         anatomy.load_model("tiny-bert")

@@ -27,7 +27,7 @@ from .gpus import Bound, lower_bound
 from .measure import PHASES, Progress, StepAnatomy, Variant, measure_variants
 from .models import UsageError, first_line, load_model, make_batch, reason_of
 from .options import COLUMNS, DTYPES, OPTIMIZERS, Options
-from .predict import fake_copy, predict
+from .predict import fake_copy, predict, resident_bytes
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     measured: dict[str, StepAnatomy] = {}
     gpu_unread = "nothing was run"
     if options.runs:
-        _check_memory(predicted, device)
+        _check_memory(predicted, predictions, device)
         measured, gpu_unread, sites = _measure(options, device, progress)
     else:
         with patched(fake, verify=False) as report:
@@ -201,6 +201,9 @@ class _Predictions:
                 "--gpu and --predict-only it is measured"
             ) from error
 
+    def resident(self) -> int:
+        return resident_bytes(self.model, OPTIMIZERS[self.options.optimizer], self.mode)
+
     def fit(self, name: str, step: StepBytes, memory: int) -> Fit:
         asked = 0
 
@@ -232,13 +235,21 @@ def _context(name: str, model: nn.Module) -> Callable[[], AbstractContextManager
     return partial(patched, model, patterns=patterns, verify=False)
 
 
-def _check_memory(predicted: dict[str, StepBytes], device: torch.device) -> None:
-    """Raises UsageError where the columns, whose optimizers' states stand side by side, need more than is free."""
+def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, device: torch.device) -> None:
+    """Raises UsageError where the columns, whose optimizers' states stand side by side, need more than is free.
+
+    Where none of them could be predicted: weights, gradients and optimizer states alone.
+    """
     free = free_bytes(device)
-    # The states of each optimizer once: all columns but one share theirs.
-    states = {name == "patched_adamw8bit": step.optimizer_states for name, step in predicted.items()}
-    needed = max((step.peak - step.optimizer_states for step in predicted.values()), default=0) + sum(states.values())
-    if free is not None and needed > free:
+    if free is None:
+        return
+    if predicted:
+        # The states of each optimizer once: all columns but one share theirs.
+        states = {name == "patched_adamw8bit": step.optimizer_states for name, step in predicted.items()}
+        needed = max(step.peak - step.optimizer_states for step in predicted.values()) + sum(states.values())
+    else:
+        needed = predictions.resident()
+    if needed > free:
         raise UsageError(
             f"the step does not fit on {device}: it is predicted to take {format_bytes(needed)}, {format_bytes(free)} "
             f"are free, {format_bytes(needed - free)} too little; --predict-only shows it without running it"

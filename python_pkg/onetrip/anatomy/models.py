@@ -81,9 +81,9 @@ def load_model(name: str, *, weights: bool = True) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError(
-            f"transformers must be installed: pip install 'onetrip[transformers]' ({first_line(error)})"
-        ) from error
+        if error.name == "transformers":
+            raise UsageError("anatomy needs transformers: pip install 'onetrip[transformers]'") from error
+        raise UsageError(f"transformers cannot be imported: {first_line(error)}") from error
     is_preset = name in PRESETS
     if is_preset:
         model_type, head, arguments = PRESETS[name]

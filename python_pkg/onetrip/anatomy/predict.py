@@ -150,6 +150,15 @@ def _count_fused_step(optimizer: Adam8bit, traffic: Traffic) -> None:
     traffic.add(OPTIMIZER, "onetrip::adam", OUTSIDE, read, kept)
 
 
+def resident_bytes(model: nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer], mode: FakeTensorMode) -> int:
+    """Weights, gradients and optimizer states of a model of fake tensors: what any step holds at least."""
+    with mode:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = make_optimizer(trained)
+        _take_a_first_step(optimizer)
+        return tensor_bytes(model.parameters()) + tensor_bytes(trained) + optimizer_state_bytes(optimizer)
+
+
 def predict(
     model: nn.Module,
     make_batch: Callable[[], Mapping[str, Tensor]],
