@@ -8,8 +8,7 @@
 #include "dropout.h"
 #include "master_weight.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 template <class T>
@@ -157,5 +156,4 @@ ONETRIP_INLINE auto with_param(const AdamKind& kind, Body body) {
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -13,8 +13,7 @@
 #include "rows.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 constexpr float kInfinity = __builtin_inff(), kNaN = __builtin_nanf(""),
@@ -265,5 +264,4 @@ int add_to_sums(const AddToSums& args) {
   });
 }
 
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -14,8 +14,7 @@
 #include "rows.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 // Elements of a task: some 8 tasks a thread, so that the last ones end together.
@@ -380,5 +379,4 @@ int glu_backward(const GluBackward& given) {
   });
 }
 
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

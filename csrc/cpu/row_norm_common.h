@@ -6,8 +6,7 @@
 #include "rows.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 constexpr int kSumChains = 4;
@@ -60,5 +59,4 @@ ONETRIP_INLINE void sum_columns(int64_t begin, int64_t end, Sums (&sums)[kRows],
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -3,8 +3,7 @@
 #include "dropout.h"
 #include "row_norm_common.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 constexpr int64_t kNarrow = 64;  // columns of the narrowest rows in use, a head of attention
@@ -201,5 +200,4 @@ void normalise_rows(const Normalisation& norm, int64_t begin, int64_t end, float
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

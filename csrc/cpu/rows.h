@@ -9,8 +9,7 @@
 
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 constexpr int64_t kSerialElements = 32768;  // below it, waking the other threads takes longer than the work
@@ -170,5 +169,4 @@ int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task t
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -25,8 +25,7 @@
 #define ONETRIP_INLINE inline __attribute__((always_inline))
 #endif
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 #if defined(__AVX512F__)
@@ -495,5 +494,4 @@ ONETRIP_INLINE auto with_type_or_float32(DType dtype, Body body) {
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

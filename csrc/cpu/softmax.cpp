@@ -17,8 +17,7 @@
 #include "rows.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
@@ -412,5 +411,4 @@ int softmax_backward(const SoftmaxBackward& args) {
   });
 }
 
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL
