@@ -47,98 +47,54 @@ onetrip::Dropout dropout(double p) {
 
 // Operands, outputs and gradients are the NamedTuples of python_pkg/onetrip/reference/row_norm.py, in their order.
 void read(onetrip::RowNormForward& call, Arguments& from) {
-  Arguments operands = from.group();
-  call.x = operands.tensor<const void>();
-  call.residual = operands.tensor<const void>();
-  call.bias = operands.tensor<const void>();
-  call.weight = operands.tensor<const void>();
-  call.norm_bias = operands.tensor<const void>();
-  operands.end();
-  call.x_row_stride = from.integer();
-  call.residual_row_stride = from.integer();
-  Arguments outputs = from.group();
-  call.y = outputs.tensor<void>();
-  call.z = outputs.tensor<void>();
-  call.mean = outputs.tensor<float>();
-  call.rstd = outputs.tensor<float>();
-  outputs.end();
-  from.rng(call.dropout);
+  from.read_group(call.x, call.residual, call.bias, call.weight, call.norm_bias);
+  from.read(call.x_row_stride, call.residual_row_stride);
+  from.read_group(call.y, call.z, call.mean, call.rstd);
+  from.read(call.dropout);
 }
 
 // Where rstd is None it follows mean, or a centred z (eager/row_norm.h).
 void read(onetrip::RowNormBackward& call, Arguments& from) {
-  Arguments operands = from.group();
-  call.dy = operands.tensor<const void>();
-  call.dz = operands.tensor<const void>();
-  call.z = operands.tensor<const void>();
-  call.mean = operands.tensor<const float>();
-  call.rstd = operands.tensor<const float>();
-  call.weight = operands.tensor<const void>();
-  operands.end();
-  call.dy_row_stride = from.integer();
-  call.dz_row_stride = from.integer();
-  call.z_row_stride = from.integer();
+  from.read_group(call.dy, call.dz, call.z, call.mean, call.rstd, call.weight);
+  from.read(call.dy_row_stride, call.dz_row_stride, call.z_row_stride);
   if (call.z && !call.rstd)
     call.rstd = call.mean ? call.mean + call.n_rows : static_cast<const float*>(call.z) + call.n_rows * call.n_cols;
-  Arguments gradients = from.group();
-  call.dx = gradients.tensor<void>();
-  call.dresidual = gradients.tensor<void>();
-  call.dbias = gradients.tensor<void>();
-  call.dweight = gradients.tensor<void>();
-  call.dnorm_bias = gradients.tensor<void>();
-  gradients.end();
-  call.workspace = from.tensor<float>();
-  from.rng(call.dropout);
+  from.read_group(call.dx, call.dresidual, call.dbias, call.dweight, call.dnorm_bias);
+  from.read(call.workspace, call.dropout);
 }
 
 void read(onetrip::SoftmaxForward& call, Arguments& from) {
-  call.scores = from.tensor<const void>();
-  call.scores_row_stride = from.integer();
-  call.mask = from.tensor<const void>();
-  call.y = from.tensor<void>();
-  call.p = from.tensor<void>();
-  call.n_queries = from.integer();
-  from.rng(call.dropout);
+  from.read(call.scores, call.scores_row_stride, call.mask, call.y, call.p, call.n_queries, call.dropout);
 }
 
 void read(onetrip::SoftmaxBackward& call, Arguments& from) {
-  call.dy = from.tensor<const void>();
-  call.dy_row_stride = from.integer();
-  call.p = from.tensor<const void>();
-  call.p_row_stride = from.integer();
-  call.dscores = from.tensor<void>();
-  call.dmask = from.tensor<float>();
-  call.workspace = from.tensor<float>();
-  call.n_queries = from.integer();
+  from.read(call.dy, call.dy_row_stride, call.p, call.p_row_stride, call.dscores, call.dmask, call.workspace,
+            call.n_queries);
 }
 
 // Columns of a tensor: (tensor or None, first column, row stride).
 template <typename T>
-T* columns(Arguments& from, DType dtype, int64_t& row_stride) {
-  T* data = from.tensor<T>();
+void read_columns(Arguments& from, DType dtype, T*& columns, int64_t& row_stride) {
+  columns = from.tensor<T>();
   const int64_t first = from.integer() * (dtype == DType::kFloat32 ? 4 : 2);
   row_stride = from.integer();
-  return data ? reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(data) + first) : nullptr;
+  if (columns) columns = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(columns) + first);
 }
 
 void read(onetrip::GluForward& call, Arguments& from) {
-  call.gate = columns<const void>(from, call.dtype, call.gate_row_stride);
-  call.up = columns<const void>(from, call.dtype, call.up_row_stride);
-  call.bias = from.tensor<const void>();
-  call.y = from.tensor<void>();
-  from.rng(call.dropout);
+  read_columns(from, call.dtype, call.gate, call.gate_row_stride);
+  read_columns(from, call.dtype, call.up, call.up_row_stride);
+  from.read(call.bias, call.y, call.dropout);
 }
 
 void read(onetrip::GluBackward& call, Arguments& from) {
-  call.dy = columns<const void>(from, call.dtype, call.dy_row_stride);
-  call.gate = columns<const void>(from, call.dtype, call.gate_row_stride);
-  call.up = columns<const void>(from, call.dtype, call.up_row_stride);
-  call.bias = from.tensor<const void>();
-  call.dgate = columns<void>(from, call.dtype, call.dgate_row_stride);
-  call.dup = columns<void>(from, call.dtype, call.dup_row_stride);
-  call.dbias = from.tensor<void>();
-  call.workspace = from.tensor<float>();
-  from.rng(call.dropout);
+  read_columns(from, call.dtype, call.dy, call.dy_row_stride);
+  read_columns(from, call.dtype, call.gate, call.gate_row_stride);
+  read_columns(from, call.dtype, call.up, call.up_row_stride);
+  from.read(call.bias);
+  read_columns(from, call.dtype, call.dgate, call.dgate_row_stride);
+  read_columns(from, call.dtype, call.dup, call.dup_row_stride);
+  from.read(call.dbias, call.workspace, call.dropout);
 }
 
 template <auto cpu, auto cuda, typename Call>
@@ -148,8 +104,7 @@ PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
     Arguments from(values, n);
     const int device = static_cast<int>(from.integer());
     void* stream = reinterpret_cast<void*>(from.integer());
-    call.n_rows = from.integer();
-    call.n_cols = from.integer();
+    from.read(call.n_rows, call.n_cols);
     read(call, from);
     from.end();
     py::gil_scoped_release without_gil;
@@ -281,21 +236,11 @@ PyObject* launch_cross_entropy(PyObject* plan, PyObject* const* values, Py_ssize
   return returned([&] {
     onetrip::CrossEntropy call = state_of<onetrip::CrossEntropy>(plan);
     Arguments from(values, n);
-    call.n_rows = from.integer();
-    call.n_cols = from.integer();
-    call.logits = from.tensor<const void>();
-    call.logits_row_stride = from.integer();
-    call.labels = from.tensor<const int64_t>();
-    call.loss = from.tensor<float>();
-    call.stats = from.tensor<float>();
+    from.read(call.n_rows, call.n_cols, call.logits, call.logits_row_stride, call.labels, call.loss, call.stats);
     call.has_stats = from.integer() != 0;
-    call.entropy = from.tensor<float>();
+    from.read(call.entropy);
     call.weights = from.tensor_or<const float>(call.weight);
-    call.weight_stride = from.integer();
-    call.entropy_weights = from.tensor<const float>();
-    call.dlogits = from.tensor<void>();
-    call.total = from.tensor<float>();
-    call.divisor = from.integer();
+    from.read(call.weight_stride, call.entropy_weights, call.dlogits, call.total, call.divisor);
     from.end();
     if (call.total && !call.loss) call.loss = call.stats + 2 * call.n_rows;
     py::gil_scoped_release without_gil;

@@ -14,33 +14,23 @@ RotaryStrides table_strides(Arguments strides, bool is_shared) {
   return {is_shared ? 0 : batch, 0, strides.integer()};
 }
 
-RotaryStrides row_strides(Arguments strides) {
-  const int64_t batch = strides.integer(), head = strides.integer();
-  return {batch, head, strides.integer()};
-}
-
 // cos, sin, shape, strides of cos, of sin; then for q and for k: x, y, shape, strides of x, of y; None as x: none
 // there.
 void read_rotary(Rotary& call, Arguments& from) {
-  call.cos = from.tensor<const void>();
-  call.sin = from.tensor<const void>();
+  from.read(call.cos, call.sin);
   Arguments table = from.group();
   const bool is_shared = table.left() == 2 || table.integer() == 1;
   table.integer();
-  call.n_rotated = table.integer();
+  table.read(call.n_rotated);
   call.cos_strides = table_strides(from.group(), is_shared);
   call.sin_strides = table_strides(from.group(), is_shared);
   for (RotaryTensor& tensor : call.tensors) {
-    tensor.x = from.tensor<const void>();
+    from.read(tensor.x);
     if (!tensor.x) continue;
-    tensor.y = from.tensor<void>();
-    Arguments shape = from.group();
-    call.n_batch = shape.integer();
-    tensor.n_heads = shape.integer();
-    call.n_positions = shape.integer();
-    call.head_dim = shape.integer();
-    tensor.x_strides = row_strides(from.group());
-    tensor.y_strides = row_strides(from.group());
+    from.read(tensor.y);
+    from.read_group(call.n_batch, tensor.n_heads, call.n_positions, call.head_dim);
+    for (RotaryStrides* strides : {&tensor.x_strides, &tensor.y_strides})
+      from.group().read(strides->batch, strides->head, strides->position);
   }
 }
 
