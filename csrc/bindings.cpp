@@ -340,32 +340,26 @@ PYBIND11_MODULE(_native, module) {
   module.def("row_norm_forward", &row_norm_forward, "A launcher of the forward pass, for these dtypes and numbers.");
   module.def("row_norm_eager", &onetrip::row_norm_eager,
              "A function of plain operands and rng, from two launchers: the result.");
-  module.def("row_norm_eager_forward", &onetrip::eager_forward<onetrip::EagerRowNorm>,
-             "The forward of an autograd.Function, from the Python function for operands that are not plain.");
-  module.def("row_norm_eager_backward", &onetrip::eager_backward<onetrip::EagerRowNorm>,
-             "Its backward, from the Python function for gradients that are not plain.");
+  onetrip::define_eager<onetrip::EagerRowNorm>(module, "row_norm");
   module.def("row_norm_backward", &row_norm_backward, "A launcher of the backward pass, for these dtypes and numbers.");
   module.def("set_gpu_independent_sums", &onetrip::set_gpu_independent_sums,
              "Add up gradients of row_norm's parameters alike on every GPU.");
   module.def("row_norm_workspace", &row_norm_workspace, "Floats of workspace that row_norm_backward needs.");
   module.def("softmax_forward", &softmax_forward, "A launcher of the forward pass, for this dtype, mask and numbers.");
   module.def("softmax_eager", &onetrip::softmax_eager, "As row_norm_eager.");
-  module.def("softmax_eager_forward", &onetrip::eager_forward<onetrip::EagerSoftmax>, "As row_norm_eager_forward.");
-  module.def("softmax_eager_backward", &onetrip::eager_backward<onetrip::EagerSoftmax>, "As row_norm_eager_backward.");
+  onetrip::define_eager<onetrip::EagerSoftmax>(module, "softmax");
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
   module.def(
       "rotary_eager", &onetrip::rotary_eager,
       "As row_norm_eager, of one launcher and the codes of operands and gradients; of another backend's kernel too.");
-  module.def("rotary_eager_forward", &onetrip::eager_forward<onetrip::EagerRotary>, "As row_norm_eager_forward.");
-  module.def("rotary_eager_backward", &onetrip::eager_backward<onetrip::EagerRotary>, "As row_norm_eager_backward.");
+  onetrip::define_eager<onetrip::EagerRotary>(module, "rotary");
   module.def("rotary", &onetrip::rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
   module.def("glu_forward", &glu_forward, "A launcher of the forward pass, for these dtypes and this activation.");
   module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
   module.def("glu_eager", &onetrip::glu_eager, "As row_norm_eager; of another backend's kernels too.");
-  module.def("glu_eager_forward", &onetrip::eager_forward<onetrip::EagerGlu>, "As row_norm_eager_forward.");
-  module.def("glu_eager_backward", &onetrip::eager_backward<onetrip::EagerGlu>, "As row_norm_eager_backward.");
+  onetrip::define_eager<onetrip::EagerGlu>(module, "glu");
   module.def("glu_workspace", &onetrip::glu_workspace_cpu, "Floats of workspace that the bias's gradient needs.");
   module.def("cross_entropy", &cross_entropy, "A launcher of losses and gradients on the CPU, for these numbers.");
   module.def("add_to_sums", &add_to_sums, py::call_guard<py::gil_scoped_release>(),
