@@ -20,7 +20,6 @@
 #include "eager/softmax.h"
 #include "launch.h"
 #include "operands.h"
-#include "rotary_calls.h"
 #include "tensor_look.h"
 #include "without_cuda.h"
 
@@ -97,6 +96,44 @@ void read(onetrip::GluBackward& call, Arguments& from) {
   from.read(call.dbias, call.workspace, call.dropout);
 }
 
+// n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
+// entropy_weights, dlogits, total, divisor. weights may be one float. The losses of which the total is wanted follow
+// the stats where they are None: an allocation less.
+void read(onetrip::CrossEntropy& call, Arguments& from) {
+  from.read(call.n_rows, call.n_cols, call.logits, call.logits_row_stride, call.labels, call.loss, call.stats);
+  call.has_stats = from.integer() != 0;
+  from.read(call.entropy);
+  call.weights = from.tensor_or<const float>(call.weight);
+  from.read(call.weight_stride, call.entropy_weights, call.dlogits, call.total, call.divisor);
+  if (call.total && !call.loss) call.loss = call.stats + 2 * call.n_rows;
+}
+
+// Sequences share cos and sin of 2 dimensions (positions, columns), and of 3 with a first one of size 1.
+onetrip::RotaryStrides table_strides(Arguments strides, bool is_shared) {
+  const int64_t batch = strides.left() == 3 ? strides.integer() : 0;
+  return {is_shared ? 0 : batch, 0, strides.integer()};
+}
+
+// cos, sin, shape, strides of cos, of sin; then for q and for k: x, y, shape, strides of x, of y; None as x: none
+// there.
+void read(onetrip::Rotary& call, Arguments& from) {
+  from.read(call.cos, call.sin);
+  Arguments table = from.group();
+  const bool is_shared = table.left() == 2 || table.integer() == 1;
+  table.integer();
+  table.read(call.n_rotated);
+  call.cos_strides = table_strides(from.group(), is_shared);
+  call.sin_strides = table_strides(from.group(), is_shared);
+  for (onetrip::RotaryTensor& tensor : call.tensors) {
+    from.read(tensor.x);
+    if (!tensor.x) continue;
+    from.read(tensor.y);
+    from.read_group(call.n_batch, tensor.n_heads, call.n_positions, call.head_dim);
+    for (onetrip::RotaryStrides* strides : {&tensor.x_strides, &tensor.y_strides})
+      from.group().read(strides->batch, strides->head, strides->position);
+  }
+}
+
 template <auto cpu, auto cuda, typename Call>
 PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   return returned([&] {
@@ -109,6 +146,19 @@ PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
     from.end();
     py::gil_scoped_release without_gil;
     return device < 0 ? cpu(call) : cuda(call, device, stream);
+  });
+}
+
+// The same of a family that runs on the CPU alone and reads all arguments by itself.
+template <auto cpu, typename Call>
+PyObject* launch_on_cpu(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] {
+    Call call = state_of<Call>(plan);
+    Arguments from(values, n);
+    read(call, from);
+    from.end();
+    py::gil_scoped_release without_gil;
+    return cpu(call);
   });
 }
 
@@ -229,25 +279,6 @@ int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std:
                     : onetrip::softmax_workspace_cuda(n_rows, n_cols, rows);
 }
 
-// n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
-// entropy_weights, dlogits, total, divisor. weights may be one float. The losses of which the total is wanted follow
-// the stats where they are None: an allocation less.
-PyObject* launch_cross_entropy(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
-  return returned([&] {
-    onetrip::CrossEntropy call = state_of<onetrip::CrossEntropy>(plan);
-    Arguments from(values, n);
-    from.read(call.n_rows, call.n_cols, call.logits, call.logits_row_stride, call.labels, call.loss, call.stats);
-    call.has_stats = from.integer() != 0;
-    from.read(call.entropy);
-    call.weights = from.tensor_or<const float>(call.weight);
-    from.read(call.weight_stride, call.entropy_weights, call.dlogits, call.total, call.divisor);
-    from.end();
-    if (call.total && !call.loss) call.loss = call.stats + 2 * call.n_rows;
-    py::gil_scoped_release without_gil;
-    return onetrip::cross_entropy_cpu(call);
-  });
-}
-
 py::object cross_entropy(int dtype, int64_t ignore_index, double label_smoothing, double softcap,
                          double lse_square_scale, double scale) {
   onetrip::CrossEntropy args{};
@@ -257,7 +288,17 @@ py::object cross_entropy(int dtype, int64_t ignore_index, double label_smoothing
   args.softcap = static_cast<float>(softcap);
   args.lse_square_scale = static_cast<float>(lse_square_scale);
   args.scale = static_cast<float>(scale);
-  return make_function<launch_cross_entropy>(args);
+  return make_function<launch_on_cpu<onetrip::cross_entropy_cpu, onetrip::CrossEntropy>>(args);
+}
+
+py::object rotary(int dtype, int y_dtype, int table_dtype, bool interleaved, bool inverse) {
+  onetrip::Rotary args{};
+  args.dtype = DType(dtype);
+  args.y_dtype = DType(y_dtype);
+  args.table_dtype = DType(table_dtype);
+  args.interleaved = interleaved;
+  args.inverse = inverse;
+  return make_function<launch_on_cpu<onetrip::rotary_cpu, onetrip::Rotary>>(args);
 }
 
 template <typename T>
@@ -355,7 +396,7 @@ PYBIND11_MODULE(_native, module) {
       "rotary_eager", &onetrip::rotary_eager,
       "As row_norm_eager, of one launcher and the codes of operands and gradients; of another backend's kernel too.");
   onetrip::define_eager<onetrip::EagerRotary>(module, "rotary");
-  module.def("rotary", &onetrip::rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
+  module.def("rotary", &rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
   module.def("glu_forward", &glu_forward, "A launcher of the forward pass, for these dtypes and this activation.");
   module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
   module.def("glu_eager", &onetrip::glu_eager, "As row_norm_eager; of another backend's kernels too.");
