@@ -24,6 +24,20 @@ class Arguments {
  public:
   Arguments(PyObject* const* values, Py_ssize_t n) : next_(values), end_(values + n) {}
 
+  // The next arguments, each as what the place that it goes to is for.
+  template <typename... Places>
+  void read(Places&... places) {
+    (read_one(places), ...);
+  }
+
+  // The same of the next argument, a tuple of as many.
+  template <typename... Places>
+  void read_group(Places&... places) {
+    Arguments arguments = group();
+    arguments.read(places...);
+    arguments.end();
+  }
+
   int64_t integer() { return checked(PyLong_AsLongLong(next())); }
 
   // The next argument, a tuple, as arguments of its own.
@@ -49,8 +63,20 @@ class Arguments {
     return tensor<T>();
   }
 
+  Py_ssize_t left() const { return end_ - next_; }
+
+  void end() const {
+    if (next_ != end_) throw py::type_error("a launcher got too many arguments");
+  }
+
+ private:
+  void read_one(int64_t& to) { to = integer(); }
+  template <typename T>
+  void read_one(T*& to) {
+    to = tensor<T>();
+  }
   // None; a pair of ints, of which the low 64 bits count; or an int64 tensor of both.
-  void rng(Dropout& dropout) {
+  void read_one(Dropout& dropout) {
     PyObject* value = next();
     if (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 2) {
       dropout.seed = checked(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(value, 0)));
@@ -60,13 +86,6 @@ class Arguments {
     }
   }
 
-  Py_ssize_t left() const { return end_ - next_; }
-
-  void end() const {
-    if (next_ != end_) throw py::type_error("a launcher got too many arguments");
-  }
-
- private:
   PyObject* next() {
     if (next_ == end_) throw py::type_error("a launcher got too few arguments");
     return *next_++;

@@ -20,7 +20,6 @@
 #include "eager/softmax.h"
 #include "launch.h"
 #include "operands.h"
-#include "rotary_calls.h"
 #include "tensor_look.h"
 #include "without_cuda.h"
 
@@ -47,98 +46,92 @@ onetrip::Dropout dropout(double p) {
 
 // Operands, outputs and gradients are the NamedTuples of python_pkg/onetrip/reference/row_norm.py, in their order.
 void read(onetrip::RowNormForward& call, Arguments& from) {
-  Arguments operands = from.group();
-  call.x = operands.tensor<const void>();
-  call.residual = operands.tensor<const void>();
-  call.bias = operands.tensor<const void>();
-  call.weight = operands.tensor<const void>();
-  call.norm_bias = operands.tensor<const void>();
-  operands.end();
-  call.x_row_stride = from.integer();
-  call.residual_row_stride = from.integer();
-  Arguments outputs = from.group();
-  call.y = outputs.tensor<void>();
-  call.z = outputs.tensor<void>();
-  call.mean = outputs.tensor<float>();
-  call.rstd = outputs.tensor<float>();
-  outputs.end();
-  from.rng(call.dropout);
+  from.read_group(call.x, call.residual, call.bias, call.weight, call.norm_bias);
+  from.read(call.x_row_stride, call.residual_row_stride);
+  from.read_group(call.y, call.z, call.mean, call.rstd);
+  from.read(call.dropout);
 }
 
 // Where rstd is None it follows mean, or a centred z (eager/row_norm.h).
 void read(onetrip::RowNormBackward& call, Arguments& from) {
-  Arguments operands = from.group();
-  call.dy = operands.tensor<const void>();
-  call.dz = operands.tensor<const void>();
-  call.z = operands.tensor<const void>();
-  call.mean = operands.tensor<const float>();
-  call.rstd = operands.tensor<const float>();
-  call.weight = operands.tensor<const void>();
-  operands.end();
-  call.dy_row_stride = from.integer();
-  call.dz_row_stride = from.integer();
-  call.z_row_stride = from.integer();
+  from.read_group(call.dy, call.dz, call.z, call.mean, call.rstd, call.weight);
+  from.read(call.dy_row_stride, call.dz_row_stride, call.z_row_stride);
   if (call.z && !call.rstd)
     call.rstd = call.mean ? call.mean + call.n_rows : static_cast<const float*>(call.z) + call.n_rows * call.n_cols;
-  Arguments gradients = from.group();
-  call.dx = gradients.tensor<void>();
-  call.dresidual = gradients.tensor<void>();
-  call.dbias = gradients.tensor<void>();
-  call.dweight = gradients.tensor<void>();
-  call.dnorm_bias = gradients.tensor<void>();
-  gradients.end();
-  call.workspace = from.tensor<float>();
-  from.rng(call.dropout);
+  from.read_group(call.dx, call.dresidual, call.dbias, call.dweight, call.dnorm_bias);
+  from.read(call.workspace, call.dropout);
 }
 
 void read(onetrip::SoftmaxForward& call, Arguments& from) {
-  call.scores = from.tensor<const void>();
-  call.scores_row_stride = from.integer();
-  call.mask = from.tensor<const void>();
-  call.y = from.tensor<void>();
-  call.p = from.tensor<void>();
-  call.n_queries = from.integer();
-  from.rng(call.dropout);
+  from.read(call.scores, call.scores_row_stride, call.mask, call.y, call.p, call.n_queries, call.dropout);
 }
 
 void read(onetrip::SoftmaxBackward& call, Arguments& from) {
-  call.dy = from.tensor<const void>();
-  call.dy_row_stride = from.integer();
-  call.p = from.tensor<const void>();
-  call.p_row_stride = from.integer();
-  call.dscores = from.tensor<void>();
-  call.dmask = from.tensor<float>();
-  call.workspace = from.tensor<float>();
-  call.n_queries = from.integer();
+  from.read(call.dy, call.dy_row_stride, call.p, call.p_row_stride, call.dscores, call.dmask, call.workspace,
+            call.n_queries);
 }
 
 // Columns of a tensor: (tensor or None, first column, row stride).
 template <typename T>
-T* columns(Arguments& from, DType dtype, int64_t& row_stride) {
-  T* data = from.tensor<T>();
+void read_columns(Arguments& from, DType dtype, T*& columns, int64_t& row_stride) {
+  columns = from.tensor<T>();
   const int64_t first = from.integer() * (dtype == DType::kFloat32 ? 4 : 2);
   row_stride = from.integer();
-  return data ? reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(data) + first) : nullptr;
+  if (columns) columns = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(columns) + first);
 }
 
 void read(onetrip::GluForward& call, Arguments& from) {
-  call.gate = columns<const void>(from, call.dtype, call.gate_row_stride);
-  call.up = columns<const void>(from, call.dtype, call.up_row_stride);
-  call.bias = from.tensor<const void>();
-  call.y = from.tensor<void>();
-  from.rng(call.dropout);
+  read_columns(from, call.dtype, call.gate, call.gate_row_stride);
+  read_columns(from, call.dtype, call.up, call.up_row_stride);
+  from.read(call.bias, call.y, call.dropout);
 }
 
 void read(onetrip::GluBackward& call, Arguments& from) {
-  call.dy = columns<const void>(from, call.dtype, call.dy_row_stride);
-  call.gate = columns<const void>(from, call.dtype, call.gate_row_stride);
-  call.up = columns<const void>(from, call.dtype, call.up_row_stride);
-  call.bias = from.tensor<const void>();
-  call.dgate = columns<void>(from, call.dtype, call.dgate_row_stride);
-  call.dup = columns<void>(from, call.dtype, call.dup_row_stride);
-  call.dbias = from.tensor<void>();
-  call.workspace = from.tensor<float>();
-  from.rng(call.dropout);
+  read_columns(from, call.dtype, call.dy, call.dy_row_stride);
+  read_columns(from, call.dtype, call.gate, call.gate_row_stride);
+  read_columns(from, call.dtype, call.up, call.up_row_stride);
+  from.read(call.bias);
+  read_columns(from, call.dtype, call.dgate, call.dgate_row_stride);
+  read_columns(from, call.dtype, call.dup, call.dup_row_stride);
+  from.read(call.dbias, call.workspace, call.dropout);
+}
+
+// n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
+// entropy_weights, dlogits, total, divisor. weights may be one float. The losses of which the total is wanted follow
+// the stats where they are None: an allocation less.
+void read(onetrip::CrossEntropy& call, Arguments& from) {
+  from.read(call.n_rows, call.n_cols, call.logits, call.logits_row_stride, call.labels, call.loss, call.stats);
+  call.has_stats = from.integer() != 0;
+  from.read(call.entropy);
+  call.weights = from.tensor_or<const float>(call.weight);
+  from.read(call.weight_stride, call.entropy_weights, call.dlogits, call.total, call.divisor);
+  if (call.total && !call.loss) call.loss = call.stats + 2 * call.n_rows;
+}
+
+// Sequences share cos and sin of 2 dimensions (positions, columns), and of 3 with a first one of size 1.
+onetrip::RotaryStrides table_strides(Arguments strides, bool is_shared) {
+  const int64_t batch = strides.left() == 3 ? strides.integer() : 0;
+  return {is_shared ? 0 : batch, 0, strides.integer()};
+}
+
+// cos, sin, shape, strides of cos, of sin; then for q and for k: x, y, shape, strides of x, of y; None as x: none
+// there.
+void read(onetrip::Rotary& call, Arguments& from) {
+  from.read(call.cos, call.sin);
+  Arguments table = from.group();
+  const bool is_shared = table.left() == 2 || table.integer() == 1;
+  table.integer();
+  table.read(call.n_rotated);
+  call.cos_strides = table_strides(from.group(), is_shared);
+  call.sin_strides = table_strides(from.group(), is_shared);
+  for (onetrip::RotaryTensor& tensor : call.tensors) {
+    from.read(tensor.x);
+    if (!tensor.x) continue;
+    from.read(tensor.y);
+    from.read_group(call.n_batch, tensor.n_heads, call.n_positions, call.head_dim);
+    for (onetrip::RotaryStrides* strides : {&tensor.x_strides, &tensor.y_strides})
+      from.group().read(strides->batch, strides->head, strides->position);
+  }
 }
 
 template <auto cpu, auto cuda, typename Call>
@@ -148,12 +141,24 @@ PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
     Arguments from(values, n);
     const int device = static_cast<int>(from.integer());
     void* stream = reinterpret_cast<void*>(from.integer());
-    call.n_rows = from.integer();
-    call.n_cols = from.integer();
+    from.read(call.n_rows, call.n_cols);
     read(call, from);
     from.end();
     py::gil_scoped_release without_gil;
     return device < 0 ? cpu(call) : cuda(call, device, stream);
+  });
+}
+
+// The same of a family that runs on the CPU alone and reads all arguments by itself.
+template <auto cpu, typename Call>
+PyObject* launch_on_cpu(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] {
+    Call call = state_of<Call>(plan);
+    Arguments from(values, n);
+    read(call, from);
+    from.end();
+    py::gil_scoped_release without_gil;
+    return cpu(call);
   });
 }
 
@@ -274,35 +279,6 @@ int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std:
                     : onetrip::softmax_workspace_cuda(n_rows, n_cols, rows);
 }
 
-// n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
-// entropy_weights, dlogits, total, divisor. weights may be one float. The losses of which the total is wanted follow
-// the stats where they are None: an allocation less.
-PyObject* launch_cross_entropy(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
-  return returned([&] {
-    onetrip::CrossEntropy call = state_of<onetrip::CrossEntropy>(plan);
-    Arguments from(values, n);
-    call.n_rows = from.integer();
-    call.n_cols = from.integer();
-    call.logits = from.tensor<const void>();
-    call.logits_row_stride = from.integer();
-    call.labels = from.tensor<const int64_t>();
-    call.loss = from.tensor<float>();
-    call.stats = from.tensor<float>();
-    call.has_stats = from.integer() != 0;
-    call.entropy = from.tensor<float>();
-    call.weights = from.tensor_or<const float>(call.weight);
-    call.weight_stride = from.integer();
-    call.entropy_weights = from.tensor<const float>();
-    call.dlogits = from.tensor<void>();
-    call.total = from.tensor<float>();
-    call.divisor = from.integer();
-    from.end();
-    if (call.total && !call.loss) call.loss = call.stats + 2 * call.n_rows;
-    py::gil_scoped_release without_gil;
-    return onetrip::cross_entropy_cpu(call);
-  });
-}
-
 py::object cross_entropy(int dtype, int64_t ignore_index, double label_smoothing, double softcap,
                          double lse_square_scale, double scale) {
   onetrip::CrossEntropy args{};
@@ -312,7 +288,17 @@ py::object cross_entropy(int dtype, int64_t ignore_index, double label_smoothing
   args.softcap = static_cast<float>(softcap);
   args.lse_square_scale = static_cast<float>(lse_square_scale);
   args.scale = static_cast<float>(scale);
-  return make_function<launch_cross_entropy>(args);
+  return make_function<launch_on_cpu<onetrip::cross_entropy_cpu, onetrip::CrossEntropy>>(args);
+}
+
+py::object rotary(int dtype, int y_dtype, int table_dtype, bool interleaved, bool inverse) {
+  onetrip::Rotary args{};
+  args.dtype = DType(dtype);
+  args.y_dtype = DType(y_dtype);
+  args.table_dtype = DType(table_dtype);
+  args.interleaved = interleaved;
+  args.inverse = inverse;
+  return make_function<launch_on_cpu<onetrip::rotary_cpu, onetrip::Rotary>>(args);
 }
 
 template <typename T>
@@ -395,32 +381,26 @@ PYBIND11_MODULE(_native, module) {
   module.def("row_norm_forward", &row_norm_forward, "A launcher of the forward pass, for these dtypes and numbers.");
   module.def("row_norm_eager", &onetrip::row_norm_eager,
              "A function of plain operands and rng, from two launchers: the result.");
-  module.def("row_norm_eager_forward", &onetrip::eager_forward<onetrip::EagerRowNorm>,
-             "The forward of an autograd.Function, from the Python function for operands that are not plain.");
-  module.def("row_norm_eager_backward", &onetrip::eager_backward<onetrip::EagerRowNorm>,
-             "Its backward, from the Python function for gradients that are not plain.");
+  onetrip::define_eager<onetrip::EagerRowNorm>(module, "row_norm");
   module.def("row_norm_backward", &row_norm_backward, "A launcher of the backward pass, for these dtypes and numbers.");
   module.def("set_gpu_independent_sums", &onetrip::set_gpu_independent_sums,
              "Add up gradients of row_norm's parameters alike on every GPU.");
   module.def("row_norm_workspace", &row_norm_workspace, "Floats of workspace that row_norm_backward needs.");
   module.def("softmax_forward", &softmax_forward, "A launcher of the forward pass, for this dtype, mask and numbers.");
   module.def("softmax_eager", &onetrip::softmax_eager, "As row_norm_eager.");
-  module.def("softmax_eager_forward", &onetrip::eager_forward<onetrip::EagerSoftmax>, "As row_norm_eager_forward.");
-  module.def("softmax_eager_backward", &onetrip::eager_backward<onetrip::EagerSoftmax>, "As row_norm_eager_backward.");
+  onetrip::define_eager<onetrip::EagerSoftmax>(module, "softmax");
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
   module.def(
       "rotary_eager", &onetrip::rotary_eager,
       "As row_norm_eager, of one launcher and the codes of operands and gradients; of another backend's kernel too.");
-  module.def("rotary_eager_forward", &onetrip::eager_forward<onetrip::EagerRotary>, "As row_norm_eager_forward.");
-  module.def("rotary_eager_backward", &onetrip::eager_backward<onetrip::EagerRotary>, "As row_norm_eager_backward.");
-  module.def("rotary", &onetrip::rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
+  onetrip::define_eager<onetrip::EagerRotary>(module, "rotary");
+  module.def("rotary", &rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
   module.def("glu_forward", &glu_forward, "A launcher of the forward pass, for these dtypes and this activation.");
   module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
   module.def("glu_eager", &onetrip::glu_eager, "As row_norm_eager; of another backend's kernels too.");
-  module.def("glu_eager_forward", &onetrip::eager_forward<onetrip::EagerGlu>, "As row_norm_eager_forward.");
-  module.def("glu_eager_backward", &onetrip::eager_backward<onetrip::EagerGlu>, "As row_norm_eager_backward.");
+  onetrip::define_eager<onetrip::EagerGlu>(module, "glu");
   module.def("glu_workspace", &onetrip::glu_workspace_cpu, "Floats of workspace that the bias's gradient needs.");
   module.def("cross_entropy", &cross_entropy, "A launcher of losses and gradients on the CPU, for these numbers.");
   module.def("add_to_sums", &add_to_sums, py::call_guard<py::gil_scoped_release>(),

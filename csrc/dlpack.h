@@ -21,6 +21,11 @@ struct Tensor {
   uint64_t byte_offset;
 
   void* address() const { return static_cast<char*>(data) + byte_offset; }
+  int64_t n_elements() const {
+    int64_t n = 1;
+    for (int i = 0; i < n_dims; ++i) n *= sizes[i];
+    return n;
+  }
   bool is_on_device_of(const Tensor& other) const {
     return device_type == other.device_type && device_index == other.device_index;
   }

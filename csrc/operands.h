@@ -11,25 +11,6 @@
 namespace onetrip {
 namespace {
 
-// What operands are read with: the types that it knows, and their library's function.
-struct TensorReader {
-  TensorTypes types;
-  py::object is_neg;  // Tensor.is_neg
-};
-
-bool is_empty(const dlpack::Tensor& tensor) {
-  for (int i = 0; i < tensor.n_dims; ++i)
-    if (tensor.sizes[i] == 0) return true;
-  return false;
-}
-
-// Whether the tensor stands for the negative of its data (torch's lazy negation).
-bool is_negated(const TensorReader& reader, PyObject* tensor) {
-  const auto answer = py::reinterpret_steal<py::object>(PyObject_Vectorcall(reader.is_neg.ptr(), &tensor, 1, nullptr));
-  if (!answer) throw py::error_already_set();
-  return answer.ptr() != Py_False;
-}
-
 // 1 + DType; 0 of another one.
 int64_t dtype_digit(const dlpack::Tensor& tensor) {
   using namespace dlpack;
@@ -55,7 +36,7 @@ int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ss
     if (!reader.types.reads(values[i], &tensor)) return -1;
     if (i == 0) x = tensor;
     const int64_t digit = dtype_digit(tensor);
-    const bool has_elements = !is_empty(tensor);
+    const bool has_elements = tensor.n_elements() != 0;
     if (digit == 0 || tensor.n_dims == 0 || (!tensor.data && has_elements) || !tensor.is_on_device_of(x)) return -1;
     const bool is_vector = i > 1;
     if (tensor.n_dims != (is_vector ? 1 : x.n_dims)) return -1;
@@ -84,7 +65,7 @@ int64_t rotary_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
   for (int i = 0; i < 4; ++i) {
     dlpack::Tensor& tensor = tensors[i];
     if (!reader.types.reads(values[i], &tensor)) return -1;
-    if (tensor.n_dims < 2 || dtype_digit(tensor) == 0 || !tensor.data || is_empty(tensor)) return -1;
+    if (tensor.n_dims < 2 || dtype_digit(tensor) == 0 || !tensor.data || tensor.n_elements() == 0) return -1;
     if (!tensor.is_on_device_of(tensors[0])) return -1;
     is_plain = is_plain && stride_of(tensor, tensor.n_dims - 1) == 1 && !is_negated(reader, values[i]);
   }
@@ -113,14 +94,14 @@ int64_t labels_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
   if (ignore_index == -1 && PyErr_Occurred()) return PyErr_Clear(), -1;
   const auto is_plain = [&](PyObject* object, dlpack::Tensor& tensor, int n_dims) {
     return reader.types.knows(object, &tensor) && tensor.device_type == dlpack::kCpu && tensor.n_dims == n_dims &&
-           !is_empty(tensor) && is_contiguous(tensor) && !is_negated(reader, object);
+           tensor.n_elements() != 0 && is_contiguous(tensor) && !is_negated(reader, object);
   };
   dlpack::Tensor labels{}, rows{}, weight{}, bias{};
   if (!reader.types.reads(values[1], &labels) || !is_plain(values[1], labels, labels.n_dims)) return -1;
   if (labels.type_code != dlpack::kInt || labels.type_bits != 64 || labels.type_lanes != 1) return -1;
   if (!is_plain(values[2], rows, labels.n_dims + 1) || dtype_digit(rows) == 0) return -1;
-  int64_t n_rows = 1, n_classes = rows.sizes[labels.n_dims];
-  for (int i = 0; i < labels.n_dims; n_rows *= labels.sizes[i++])
+  int64_t n_classes = rows.sizes[labels.n_dims];
+  for (int i = 0; i < labels.n_dims; ++i)
     if (labels.sizes[i] != rows.sizes[i]) return -1;
   if (n == 5) {
     if (!is_plain(values[3], weight, 2) || dtype_digit(weight) != dtype_digit(rows) || weight.sizes[1] != n_classes)
@@ -130,7 +111,7 @@ int64_t labels_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
         (!is_plain(values[4], bias, 1) || dtype_digit(bias) != dtype_digit(rows) || bias.sizes[0] != n_classes))
       return -1;
   }
-  return kept_labels(static_cast<const int64_t*>(labels.address()), n_rows, n_classes, ignore_index);
+  return kept_labels(static_cast<const int64_t*>(labels.address()), labels.n_elements(), n_classes, ignore_index);
 }
 
 // Code of scores and mask (None: none), tensors of these two types that softmax takes with causal (a bool). The mask is
@@ -140,11 +121,11 @@ int64_t scores_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
   if (n != 3) throw py::type_error("softmax operands are scores, mask and causal");
   dlpack::Tensor scores{}, mask{};
   const auto reads = [&](PyObject* object, dlpack::Tensor& tensor) {
-    return reader.types.reads(object, &tensor) && (tensor.data || is_empty(tensor));
+    return reader.types.reads(object, &tensor) && (tensor.data || tensor.n_elements() == 0);
   };
   if (!reads(values[0], scores) || scores.n_dims < (values[2] == Py_True ? 2 : 1)) return -1;
   const int64_t digit = dtype_digit(scores);
-  bool is_plain = !is_empty(scores) && is_contiguous(scores) && !is_negated(reader, values[0]);
+  bool is_plain = scores.n_elements() != 0 && is_contiguous(scores) && !is_negated(reader, values[0]);
   if (digit == 0) return -1;
   if (values[1] == Py_None) return 2 * (8 * digit) + is_plain;
   if (!reads(values[1], mask)) return -1;
@@ -158,19 +139,20 @@ int64_t scores_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
   return 2 * (8 * digit + mask_digit) + is_plain;
 }
 
-// How tensors of these types are read; its `read` is null where their library has no such C function.
-TensorTypes types_of(const py::type& tensor, const py::type& parameter) {
-  TensorTypes types{reinterpret_cast<PyTypeObject*>(tensor.ptr()), reinterpret_cast<PyTypeObject*>(parameter.ptr()),
-                    nullptr};
-  if (!py::hasattr(tensor, dlpack::kAttribute)) return types;
+// How tensors of these types are read; its `types.read` is null where their library has no such C function.
+TensorReader reader_of(const py::type& tensor, const py::type& parameter) {
+  TensorReader reader{
+      {reinterpret_cast<PyTypeObject*>(tensor.ptr()), reinterpret_cast<PyTypeObject*>(parameter.ptr()), nullptr}, {}};
+  if (!py::hasattr(tensor, dlpack::kAttribute)) return reader;
   const py::object capsule = tensor.attr(dlpack::kAttribute);
   const auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
   if (!api) {
     PyErr_Clear();
   } else if (api->major_version == dlpack::kMajorVersion) {
-    types.read = api->tensor_from_object;
+    reader.types.read = api->tensor_from_object;
+    reader.is_neg = tensor.attr("is_neg");
   }
-  return types;
+  return reader;
 }
 
 template <auto code_of>
@@ -182,15 +164,16 @@ PyObject* read_operands(PyObject* reader, PyObject* const* values, Py_ssize_t n)
 // read.
 template <auto code_of>
 py::object operands_reader(const py::type& tensor, const py::type& parameter) {
-  const TensorTypes types = types_of(tensor, parameter);
-  if (types.read) tensor_types = types;
-  return types.read ? make_function<read_operands<code_of>>(TensorReader{types, tensor.attr("is_neg")}) : py::none();
+  const TensorReader reader = reader_of(tensor, parameter);
+  if (!reader.types.read) return py::none();
+  tensor_types = reader.types;
+  return make_function<read_operands<code_of>>(reader);
 }
 
 // None where tensors of these types cannot be read.
 py::object tensor_look(const py::type& tensor, const py::type& parameter) {
-  const TensorTypes types = types_of(tensor, parameter);
-  return types.read ? py::cast(TensorLook(types, tensor.attr("is_neg"))) : py::none();
+  const TensorReader reader = reader_of(tensor, parameter);
+  return reader.types.read ? py::cast(TensorLook(reader)) : py::none();
 }
 
 }  // namespace

@@ -28,6 +28,19 @@ struct TensorTypes {
   bool knows(PyObject* object, dlpack::Tensor* found) const { return reads(object, found) && found->data != nullptr; }
 };
 
+// What tensors are read with.
+struct TensorReader {
+  TensorTypes types;
+  pybind11::object is_neg;  // Tensor.is_neg
+};
+
+// Whether the tensor stands for the negative of its data (torch's lazy negation).
+inline bool is_negated(const TensorReader& reader, PyObject* tensor) {
+  PyObject* const answer = PyObject_Vectorcall(reader.is_neg.ptr(), &tensor, 1, nullptr);
+  if (!answer) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(answer).ptr() != Py_False;
+}
+
 // Whether elements lie next to each other, in order.
 inline bool is_contiguous(const dlpack::Tensor& tensor) {
   if (!tensor.strides) return true;
@@ -41,8 +54,7 @@ inline bool is_contiguous(const dlpack::Tensor& tensor) {
 
 class TensorLook {
  public:
-  // is_neg: Tensor.is_neg.
-  TensorLook(TensorTypes types, pybind11::object is_neg) : types_(types), is_neg_(std::move(is_neg)) {}
+  explicit TensorLook(TensorReader reader) : reader_(std::move(reader)) {}
 
   // (layouts, addresses) of tensors, as bytes: 8 for each. A layout is a hash of dtype, device, sizes, and strides
   // where the tensor is not contiguous; an address is 0 where there is no memory. Both are 0 for None. None instead of
@@ -86,7 +98,7 @@ class TensorLook {
   // torch keeps a tensor's record, 200 bytes, at the address that follows the head of its object. It is only
   // prefetched.
   void prefetch(PyObject* object) const {
-    if (Py_TYPE(object) != types_.tensor && Py_TYPE(object) != types_.parameter) return;
+    if (Py_TYPE(object) != reader_.types.tensor && Py_TYPE(object) != reader_.types.parameter) return;
     const char* record = *reinterpret_cast<const char* const*>(object + 1);
     for (int line = 0; line < 4; ++line) __builtin_prefetch(record + 64 * line);
   }
@@ -97,7 +109,7 @@ class TensorLook {
       PyObject* object = PyList_GET_ITEM(list, i);
       if (object == Py_None) continue;
       dlpack::Tensor tensor;
-      if (!types_.reads(object, &tensor)) return false;
+      if (!reader_.types.reads(object, &tensor)) return false;
       seen->layouts[i] = layout(tensor, object);
       seen->addresses[i] = tensor.data ? reinterpret_cast<uintptr_t>(tensor.address()) : 0;
     }
@@ -113,22 +125,18 @@ class TensorLook {
     const int64_t dtype = tensor.type_code | tensor.type_bits << 8 | tensor.type_lanes << 16;
     const int64_t device = static_cast<int64_t>(tensor.device_type) << 32 | tensor.device_index;
     uint64_t hash = mixed(mixed(1 + tensor.n_dims, dtype), device);
-    int64_t numel = 1;
-    for (int i = 0; i < tensor.n_dims; ++i) {
-      hash = mixed(hash, tensor.sizes[i]);
-      numel *= tensor.sizes[i];
-    }
+    for (int i = 0; i < tensor.n_dims; ++i) hash = mixed(hash, tensor.sizes[i]);
     if (!is_contiguous(tensor))
       for (int i = 0; i < tensor.n_dims; ++i) hash = mixed(hash, tensor.strides[i]);
+    const int64_t numel = tensor.n_elements();
     // torch's lazy negation has other strides, except with one element.
-    if (numel == 1 && is_neg_(pybind11::handle(object)).ptr() != Py_False) hash = mixed(hash, -1);
+    if (numel == 1 && is_negated(reader_, object)) hash = mixed(hash, -1);
     // torch's zero tensor (a derivative of a constant) has elements and no memory.
     if (numel != 0 && !tensor.data) hash = mixed(hash, -2);
     return hash | 1;  // 0 is None's
   }
 
-  TensorTypes types_;
-  pybind11::object is_neg_;
+  TensorReader reader_;
 };
 
 // Whether the values of the dicts, one dict after the other, are these objects. It reads no object.

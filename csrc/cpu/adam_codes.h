@@ -7,8 +7,7 @@
 #include "../common/adam.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 typedef int32_t I __attribute__((vector_size(kWidth * 4)));
@@ -168,8 +167,7 @@ ONETRIP_INLINE void store_unsigned(const F* values, const Scale& scale, uint8_t*
 #endif
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL
 
 #if defined(__AVX512F__)
 #include "adam_codes_avx512.h"

@@ -3,8 +3,7 @@
 #pragma once
 #include "adam_codes.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 // The scales of a block whose lanes have these largest magnitudes; NaN is the largest.
@@ -197,5 +196,4 @@ ONETRIP_INLINE void store_unsigned(const F* values, const Scale& scale, uint8_t*
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

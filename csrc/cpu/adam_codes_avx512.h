@@ -2,8 +2,7 @@
 #pragma once
 #include "adam_codes.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 // The larger one of a, not negative, and |b|; where b is NaN, either.
@@ -300,5 +299,4 @@ ONETRIP_INLINE void store_unsigned(const F* values, const Scale& scale, uint8_t*
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

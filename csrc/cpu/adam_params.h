@@ -8,8 +8,7 @@
 #include "dropout.h"
 #include "master_weight.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 template <class T>
@@ -54,9 +53,6 @@ struct Nearest {
     store_rounded(param + c, v, lanes);
   }
 };
-
-ONETRIP_INLINE int count(All) { return kWidth; }
-ONETRIP_INLINE int count(First lanes) { return lanes.n; }
 
 template <class P>
 struct Master {
@@ -115,7 +111,7 @@ struct Master {
     split(v, 8 * kBytes, weight, units, P{});
     const S most = S{} + ((1 << (8 * kBytes - 1)) - 1);
     const Rest rest = __builtin_convertvector((S)select((U)(units > most), (U)most, (U)units), Rest);
-    store_bits(param + c, weight, lanes);
+    ONETRIP_LEVEL::store(param + c, weight, lanes);
     memcpy(residual + c * kBytes, &rest, count(lanes) * kBytes);
   }
 };
@@ -143,7 +139,7 @@ struct Stochastic : Nearest<BFloat16> {
   ONETRIP_INLINE void store(int64_t c, F v, Lanes lanes) const {
     const U random = __builtin_convertvector(load_bits(bits + c, All{}), U);
     const U rounded = select(is_nan(v), splat_bits(0x7FC00000u), (U)v + random);
-    store_bits(param + c, __builtin_convertvector(rounded >> 16, H), lanes);
+    ONETRIP_LEVEL::store(param + c, __builtin_convertvector(rounded >> 16, H), lanes);
   }
 };
 
@@ -157,5 +153,4 @@ ONETRIP_INLINE auto with_param(const AdamKind& kind, Body body) {
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -13,13 +13,10 @@
 #include "rows.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
-constexpr float kInfinity = __builtin_inff(), kNaN = __builtin_nanf(""),
-                kLowest = -1000.0f;  // e^kLowest is 0, and 0 * kLowest not NaN
-constexpr int kChains = 4;
+constexpr float kNaN = __builtin_nanf(""), kLowest = -1000.0f;  // e^kLowest is 0, and 0 * kLowest not NaN
 constexpr int64_t kBlockColumns = 4096;  // are summed before they are added to the sum of the row
 constexpr int64_t kKeptColumns = 65536;  // 256 KB of exponentials
 
@@ -53,17 +50,8 @@ ONETRIP_INLINE void keep(float* to, F v) { store(to, v, All{}); }
 ONETRIP_INLINE void keep(float* to, Pair v) { keep(to, v.even), keep(to + kWidth, v.odd); }
 
 ONETRIP_INLINE Pair fill_lanes(Pair v, Both, float) { return v; }
-template <class Function>
-ONETRIP_INLINE F map(Function function, F a) {
-  return function(a);
-}
-template <class Function>
-ONETRIP_INLINE Pair map(Function function, Pair a) {
-  return {function(a.even), function(a.odd)};
-}
 ONETRIP_INLINE void add(F* chains, F v) { *chains += v; }
 ONETRIP_INLINE void add(F* chains, Pair v) { chains[0] += v.even, chains[1] += v.odd; }
-ONETRIP_INLINE F sum_chains(const F* chains) { return (chains[0] + chains[1]) + (chains[2] + chains[3]); }
 
 ONETRIP_INLINE F value_of(const CrossEntropy& args, F logits) {
   const F t = logits * args.scale;
@@ -93,7 +81,7 @@ ONETRIP_INLINE RowSums sum_row(const CrossEntropy& args, Source source, float* k
     F* top = tops + chain;
     map([&](F v) { return *top = larger_number(v, *top), ++top, v; }, t);
   });
-  const float largest = largest_lane(larger_number(larger_number(tops[0], tops[1]), larger_number(tops[2], tops[3])));
+  const float largest = largest_of_chains(tops);
   const F shift = splat(largest == -kInfinity ? 0.0f : largest);
   F exponentials = {}, products = {}, plain = {};  // sums of e = exp(t - largest), of e * (t - largest), of t
   for (int64_t block = 0; block < args.n_cols; block += kBlockColumns) {
@@ -259,11 +247,10 @@ int add_to_sums(const AddToSums& args) {
       H sum;
       S rest;
       split(before + load(terms + c, lanes), 16, sum, rest, BFloat16{});
-      store_bits(nearest + c, sum, lanes);
-      store_bits(args.rest + c, __builtin_convertvector(rest, H), lanes);
+      store(nearest + c, sum, lanes);
+      store(args.rest + c, __builtin_convertvector(rest, H), lanes);
     });
   });
 }
 
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -16,23 +17,10 @@ namespace {
 struct Level {
   const char* name;
   bool (*supported)();
-  int (*adam_step)(const AdamStep&);
-  int (*adam_squares)(const AdamSquares&);
-  int (*row_norm_forward)(const RowNormForward&);
-  int (*row_norm_backward)(const RowNormBackward&);
-  int (*softmax_forward)(const SoftmaxForward&);
-  int (*softmax_backward)(const SoftmaxBackward&);
-  int (*cross_entropy)(const CrossEntropy&);
-  int (*add_to_sums)(const AddToSums&);
-  int (*rotary)(const Rotary&);
-  int (*glu_forward)(const GluForward&);
-  int (*glu_backward)(const GluBackward&);
+#define ONETRIP_MEMBER(level, name, Args) int (*name)(const Args&);
+  ONETRIP_KERNELS(ONETRIP_MEMBER, )
 };
-// Its members of a level, in the order above.
-#define ONETRIP_ADAM(level) level::adam_step, level::adam_squares
-#define ONETRIP_OTHERS(level)                                                                         \
-  level::row_norm_forward, level::row_norm_backward, level::softmax_forward, level::softmax_backward, \
-      level::cross_entropy, level::add_to_sums, level::rotary, level::glu_forward, level::glu_backward
+#define ONETRIP_ADDRESS(level, name, Args) level::name,
 
 #if defined(ONETRIP_HAVE_X86_LEVELS)
 bool has_avx512() {
@@ -46,11 +34,11 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
-    {"avx512vbmi", has_avx512vbmi, ONETRIP_ADAM(avx512vbmi), ONETRIP_OTHERS(avx512)},
-    {"avx512", has_avx512, ONETRIP_ADAM(avx512), ONETRIP_OTHERS(avx512)},
-    {"avx2", has_avx2, ONETRIP_ADAM(avx2), ONETRIP_OTHERS(avx2)},
+    {"avx512vbmi", has_avx512vbmi, ONETRIP_ADAM(ONETRIP_ADDRESS, avx512vbmi) ONETRIP_OTHERS(ONETRIP_ADDRESS, avx512)},
+    {"avx512", has_avx512, ONETRIP_KERNELS(ONETRIP_ADDRESS, avx512)},
+    {"avx2", has_avx2, ONETRIP_KERNELS(ONETRIP_ADDRESS, avx2)},
 #endif
-    {"baseline", [] { return true; }, ONETRIP_ADAM(baseline), ONETRIP_OTHERS(baseline)},
+    {"baseline", [] { return true; }, ONETRIP_KERNELS(ONETRIP_ADDRESS, baseline)},
 };
 
 const Level* best_level() {
@@ -191,20 +179,29 @@ int adam_step_cpu(const AdamStep& args) {
 
 int adam_squares_cpu(const AdamSquares& args) { return current_level.load()->adam_squares(args); }
 
-// About sqrt(n_rows) parts of sqrt(n_rows) rows: both the sums within a part and the sum over parts stay short chains,
-// whose rounding errors add up to 1e-5 over a million rows; 64 parts keep 64 threads busy from 4096 rows on. At most
-// 256 parts and 16 MiB for each gradient bound the workspace.
-RowPartition row_partition(int64_t n_rows, int64_t n_cols) {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t slot_floats(int64_t n_cols) { return ceil_div(n_cols, 16) * 16; }
+int64_t square_root(int64_t n) { return static_cast<int64_t>(std::sqrt(static_cast<double>(n))); }
+
+// The rows of a part of n_rows: so many, or more, where at most 256 parts and 16 MiB for each gradient, of
+// floats_per_part a part, bound the workspace.
+int64_t rows_of_part(int64_t rows, int64_t n_rows, int64_t floats_per_part) {
   constexpr int64_t kMaxParts = 256, kMaxFloats = int64_t{1} << 22;
-  const int64_t slot_floats = (n_cols + 15) / 16 * 16;
-  if (n_rows <= 0 || n_cols <= 0) return {0, 0, slot_floats};
-  int64_t max_parts = kMaxFloats / slot_floats;
-  if (max_parts > kMaxParts) max_parts = kMaxParts;
-  if (max_parts < 1) max_parts = 1;
-  int64_t rows_per_part = static_cast<int64_t>(std::sqrt(static_cast<double>(n_rows)));
-  const int64_t least = (n_rows + max_parts - 1) / max_parts;
-  if (rows_per_part < least) rows_per_part = least;
-  return {rows_per_part, (n_rows + rows_per_part - 1) / rows_per_part, slot_floats};
+  return std::max(rows, ceil_div(n_rows, std::clamp(kMaxFloats / floats_per_part, int64_t{1}, kMaxParts)));
+}
+
+}  // namespace
+
+// About sqrt(n_rows) parts of sqrt(n_rows) rows: both the sums within a part and the sum over parts stay short chains,
+// whose rounding errors add up to 1e-5 over a million rows; 64 parts keep 64 threads busy from 4096 rows on.
+RowPartition row_partition(int64_t n_rows, int64_t n_cols) {
+  RowPartition partition{0, 0, slot_floats(n_cols)};
+  if (n_rows <= 0 || n_cols <= 0) return partition;
+  partition.rows_per_part = rows_of_part(square_root(n_rows), n_rows, partition.slot_floats);
+  partition.n_parts = ceil_div(n_rows, partition.rows_per_part);
+  return partition;
 }
 
 int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted) {
@@ -217,21 +214,15 @@ int64_t glu_workspace_cpu(int64_t n_rows, int64_t n_cols) { return row_norm_work
 // Few rows of the mask: about sqrt(n_sharing) parts, as above. From 64 rows of the mask on they keep the threads busy
 // by themselves, and parts only keep the chains of additions within 1024.
 MaskPartition mask_partition(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows) {
-  constexpr int64_t kMaxParts = 256, kMaxFloats = int64_t{1} << 22, kManyMaskRows = 64, kLongestChain = 1024;
-  MaskPartition partition{1, 0, 0, 0, (n_cols + 15) / 16 * 16};
+  constexpr int64_t kManyMaskRows = 64, kLongestChain = 1024;
+  MaskPartition partition{1, 0, 0, 0, slot_floats(n_cols)};
   if (n_rows <= 0 || n_cols <= 0) return partition;
   for (int i = 0; i < 4; ++i)
     if (mask_rows.strides[i] != 0) partition.n_mask_rows *= mask_rows.sizes[i];
   partition.n_sharing = n_rows / partition.n_mask_rows;
-  int64_t max_parts = kMaxFloats / partition.slot_floats / partition.n_mask_rows;
-  if (max_parts > kMaxParts) max_parts = kMaxParts;
-  if (max_parts < 1) max_parts = 1;
-  partition.rows_per_part = partition.n_mask_rows >= kManyMaskRows
-                                ? kLongestChain
-                                : static_cast<int64_t>(std::sqrt(static_cast<double>(partition.n_sharing)));
-  const int64_t least = (partition.n_sharing + max_parts - 1) / max_parts;
-  if (partition.rows_per_part < least) partition.rows_per_part = least;
-  partition.n_parts = (partition.n_sharing + partition.rows_per_part - 1) / partition.rows_per_part;
+  const int64_t rows = partition.n_mask_rows >= kManyMaskRows ? kLongestChain : square_root(partition.n_sharing);
+  partition.rows_per_part = rows_of_part(rows, partition.n_sharing, partition.n_mask_rows * partition.slot_floats);
+  partition.n_parts = ceil_div(partition.n_sharing, partition.rows_per_part);
   return partition;
 }
 

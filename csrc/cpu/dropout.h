@@ -8,8 +8,7 @@
 #include "../common/philox.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 constexpr int kLongWidth = kWidth / 2;
@@ -225,5 +224,4 @@ class DropoutMask {
 };
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -14,8 +14,7 @@
 #include "rows.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 // Elements of a task: some 8 tasks a thread, so that the last ones end together.
@@ -114,11 +113,7 @@ ONETRIP_INLINE void store_pairs(Float16* to, Pair v, All, bool streams) {
   const U even = __builtin_convertvector(narrow(v.even, Float16{}), U);
   const U odd = __builtin_convertvector(narrow(v.odd, Float16{}), U);
   const U bits = even | odd << 16;
-  if (streams) {
-    stream(reinterpret_cast<float*>(to), (F)bits);
-  } else {
-    memcpy(to, &bits, sizeof bits);
-  }
+  store_rounded(reinterpret_cast<float*>(to), (F)bits, All{}, streams);
 }
 
 // The end of a row.
@@ -174,33 +169,25 @@ struct Formula<ClampedSilu> {
 enum class With { kNothing, kUp, kPairs, kBias };
 constexpr bool has_up(With with) { return with == With::kUp || with == With::kPairs; }
 
-// Calls body with what gate comes with, and whether there is dropout, as constants. Dropout alone counts as kBias with
-// a null bias: its draws hide the test for it, and kernels are slow to compile.
-template <class Body>
-auto with_second(const void* up, bool has_bias, const Dropout& dropout, Body body) {
-  const auto with_dropout = [&](auto with) {
-    return dropout.threshold ? body(with, std::true_type{}) : body(with, std::false_type{});
-  };
-  if (up) return with_dropout(std::integral_constant<With, With::kUp>{});
-  if (has_bias || dropout.threshold) return with_dropout(std::integral_constant<With, With::kBias>{});
-  return body(std::integral_constant<With, With::kNothing>{}, std::false_type{});
-}
+template <With kWith>
+using Comes = std::integral_constant<With, kWith>;
 
-// The same, with a value of the type of the activation before.
+// Calls body with a value of the type of the activation, what gate comes with, and whether there is dropout, the last
+// two as constants. Dropout alone counts as kBias with a null bias: its draws hide the test for it, and kernels are
+// slow to compile.
 template <class Args, class Body>
 auto with_formula(const Args& args, bool has_bias, Body body) {
-  if (args.activation != Activation::kClampedSilu) {
-    return with_activation(args.activation, [&](auto act) {
-      return with_second(args.up, has_bias, args.dropout,
-                         [&](auto with, auto drops) { return body(act, with, drops); });
-    });
-  }
-  const auto with_dropout = [&](auto with) {
-    return args.dropout.threshold ? body(ClampedSilu{}, with, std::true_type{})
-                                  : body(ClampedSilu{}, with, std::false_type{});
+  const auto with_dropout = [&](auto act, auto with) {
+    return args.dropout.threshold ? body(act, with, std::true_type{}) : body(act, with, std::false_type{});
   };
-  if (args.clamped.interleaved) return with_dropout(std::integral_constant<With, With::kPairs>{});
-  return with_dropout(std::integral_constant<With, With::kUp>{});
+  if (args.activation == Activation::kClampedSilu)
+    return args.clamped.interleaved ? with_dropout(ClampedSilu{}, Comes<With::kPairs>{})
+                                    : with_dropout(ClampedSilu{}, Comes<With::kUp>{});
+  return with_activation(args.activation, [&](auto act) {
+    if (args.up) return with_dropout(act, Comes<With::kUp>{});
+    if (has_bias || args.dropout.threshold) return with_dropout(act, Comes<With::kBias>{});
+    return body(act, Comes<With::kNothing>{}, std::false_type{});
+  });
 }
 
 // Gate of a vector of columns, and up where it is read from the same lines.
@@ -380,5 +367,4 @@ int glu_backward(const GluBackward& given) {
   });
 }
 
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -21,29 +21,25 @@ struct MaskPartition {
 };
 MaskPartition mask_partition(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 
-// The kernels of a level. Adam has one more level than the others.
-#define ONETRIP_DECLARE_ADAM(level)          \
-  namespace level {                          \
-  int adam_step(const AdamStep& args);       \
-  int adam_squares(const AdamSquares& args); \
-  }
-#define ONETRIP_DECLARE_OTHERS(level)                 \
-  namespace level {                                   \
-  int row_norm_forward(const RowNormForward& args);   \
-  int row_norm_backward(const RowNormBackward& args); \
-  int softmax_forward(const SoftmaxForward& args);    \
-  int softmax_backward(const SoftmaxBackward& args);  \
-  int cross_entropy(const CrossEntropy& args);        \
-  int add_to_sums(const AddToSums& args);             \
-  int rotary(const Rotary& args);                     \
-  int glu_forward(const GluForward& args);            \
-  int glu_backward(const GluBackward& args);          \
-  }
-#define ONETRIP_DECLARE_KERNELS(level) ONETRIP_DECLARE_ADAM(level) ONETRIP_DECLARE_OTHERS(level)
+// The kernels of a level, as F(level, name, arguments). Adam has one more level than the others.
+#define ONETRIP_ADAM(F, level) F(level, adam_step, AdamStep) F(level, adam_squares, AdamSquares)
+#define ONETRIP_OTHERS(F, level)               \
+  F(level, row_norm_forward, RowNormForward)   \
+  F(level, row_norm_backward, RowNormBackward) \
+  F(level, softmax_forward, SoftmaxForward)    \
+  F(level, softmax_backward, SoftmaxBackward)  \
+  F(level, cross_entropy, CrossEntropy)        \
+  F(level, add_to_sums, AddToSums)             \
+  F(level, rotary, Rotary) F(level, glu_forward, GluForward) F(level, glu_backward, GluBackward)
+#define ONETRIP_KERNELS(F, level) ONETRIP_ADAM(F, level) ONETRIP_OTHERS(F, level)
 
-ONETRIP_DECLARE_KERNELS(baseline)
-ONETRIP_DECLARE_KERNELS(avx2)
-ONETRIP_DECLARE_KERNELS(avx512)
-ONETRIP_DECLARE_ADAM(avx512vbmi)
+#define ONETRIP_DECLARE(level, name, Args) \
+  namespace level {                        \
+  int name(const Args& args);              \
+  }
+ONETRIP_KERNELS(ONETRIP_DECLARE, baseline)
+ONETRIP_KERNELS(ONETRIP_DECLARE, avx2)
+ONETRIP_KERNELS(ONETRIP_DECLARE, avx512)
+ONETRIP_ADAM(ONETRIP_DECLARE, avx512vbmi)
 
 }  // namespace onetrip

@@ -3,8 +3,7 @@
 #pragma once
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 typedef int32_t S __attribute__((vector_size(sizeof(U))));
@@ -49,5 +48,4 @@ ONETRIP_INLINE void split(F v, int bits, H& weight, S& residual, Float16) {
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -3,8 +3,7 @@
 #pragma once
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 ONETRIP_INLINE F select(U mask, F a, F b) { return (F)select(mask, (U)a, (U)b); }
@@ -198,5 +197,4 @@ ONETRIP_INLINE auto with_activation(Activation activation, Body body) {
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

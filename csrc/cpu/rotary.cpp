@@ -10,8 +10,7 @@
 #include "rows.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 // Floats of a block's cos and sin: 64 KiB, a quarter of the smallest L2. Every head is another run of memory, whose
@@ -148,5 +147,4 @@ int rotary(const Rotary& args) {
   });
 }
 
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

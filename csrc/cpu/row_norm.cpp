@@ -17,8 +17,7 @@
 #include "row_norm_backward.h"
 #include "row_norm_forward.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 
 int row_norm_forward(const RowNormForward& args) {
   const int64_t n_rows = args.n_rows, n_cols = args.n_cols;
@@ -216,5 +215,4 @@ int row_norm_backward(const RowNormBackward& args) {
                    });
 }
 
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -3,8 +3,7 @@
 #include "dropout.h"
 #include "row_norm_common.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 // Backward takes about this many elements at once, but kMinBlockRows to kMaxBlockRows rows: the more rows, the rarer
@@ -136,5 +135,4 @@ void propagate(const BackwardBlock& block, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

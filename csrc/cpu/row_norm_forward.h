@@ -3,8 +3,7 @@
 #include "dropout.h"
 #include "row_norm_common.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 constexpr int64_t kNarrow = 64;  // columns of the narrowest rows in use, a head of attention
@@ -145,10 +144,6 @@ void normalise_row(const Normalisation& norm, int64_t row, const float* values, 
 // ones would be read from more places than the hardware's prefetchers follow.
 constexpr int kRowsAtOnce = kWidth == 16 ? 2 : 1;  // other levels have registers for the sums of one
 constexpr int64_t kMaxColumnsAtOnce = 512;
-template <int kCount>
-struct Count {
-  static constexpr int value = kCount;
-};
 
 // Rows whose z is x, in one call rather than two a row: 65536 x 64 float32 layer norm, 2 threads, 2.27 -> 1.73 ms,
 // 4096 x 1024 1.55 -> 1.45.
@@ -188,9 +183,9 @@ void normalise_rows(const Normalisation& norm, int64_t begin, int64_t end, float
     };
     int64_t row = begin;
     if (n_cols <= kMaxColumnsAtOnce) {
-      for (; row + kRowsAtOnce <= end; row += kRowsAtOnce) run_rows(row, Count<kRowsAtOnce>{});
+      for (; row + kRowsAtOnce <= end; row += kRowsAtOnce) run_rows(row, std::integral_constant<int, kRowsAtOnce>{});
     }
-    for (; row < end; ++row) run_rows(row, Count<1>{});
+    for (; row < end; ++row) run_rows(row, std::integral_constant<int, 1>{});
   };
   // A constant lets the row stay in registers: 65536 x 64 float32 layer norm 1.43 ms in place of 1.73.
   if (args.n_cols == kNarrow) {
@@ -201,5 +196,4 @@ void normalise_rows(const Normalisation& norm, int64_t begin, int64_t end, float
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -6,11 +6,11 @@
 
 #include <cerrno>
 #include <cstdlib>
+#include <type_traits>
 
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 constexpr int64_t kSerialElements = 32768;  // below it, waking the other threads takes longer than the work
@@ -39,6 +39,17 @@ inline void* at(void* base, int64_t index, DType dtype) {
 
 inline bool is_line_aligned(const void* a, const void* b) {
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & 63) == 0;
+}
+
+// Sums over a row run in kChains chains that are folded every kSumColumns columns: in one long chain every addition
+// rounds off the low bits that half-precision values have in common in the same direction, and the error grows with the
+// width.
+constexpr int kChains = 4;
+constexpr int64_t kSumColumns = 2048;
+constexpr float kInfinity = __builtin_inff();
+ONETRIP_INLINE F sum_chains(const F* chains) { return (chains[0] + chains[1]) + (chains[2] + chains[3]); }
+ONETRIP_INLINE float largest_of_chains(const F* chains) {
+  return largest_lane(larger_number(larger_number(chains[0], chains[1]), larger_number(chains[2], chains[3])));
 }
 
 // How many rows further on a row lies that is fetched while this one is computed: 8 KiB of float32, or the next.
@@ -81,12 +92,6 @@ void add_parts(const float* slots, int64_t part_floats, int64_t n_parts, void* t
 }
 
 constexpr int kStoreUnroll = 4;
-struct Yes {
-  constexpr operator bool() const { return true; }
-};
-struct No {
-  constexpr operator bool() const { return false; }
-};
 
 // Calls body(column, lanes, streams) for every vector of [begin, end), where those that start a cache line of `row` or
 // follow in it may be streamed. Paired: for_columns_of's type, for bodies that take pairs.
@@ -95,9 +100,9 @@ ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, const T* row,
   const uintptr_t first = reinterpret_cast<uintptr_t>(row) + begin * sizeof(T);  // row is null where nothing is stored
   const int64_t to_line = static_cast<int64_t>(-first & 63) / sizeof(T);
   const int64_t line = streams ? smaller(begin + to_line, end) : end;
-  for_columns_of<kUnroll, Paired>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
+  for_columns_of<kUnroll, Paired>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, std::false_type{}); });
   if (line < end)
-    for_columns_of<kUnroll, Paired>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
+    for_columns_of<kUnroll, Paired>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, std::true_type{}); });
 }
 
 // A parameter as float32 plus offset: the caller's own array where that is what it holds.
@@ -170,5 +175,4 @@ int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task t
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -3,8 +3,8 @@
 //
 // GCC / Clang vector extensions carry the arithmetic; intrinsics stand only where the compilers do not find the
 // instruction. Included once for each level, inside namespace onetrip::ONETRIP_LEVEL and an anonymous namespace:
-// nothing compiled for AVX-512 may have a name that the linker could give to the baseline. For the same reason no std::
-// template is used here.
+// nothing compiled for AVX-512 may have a name that the linker could give to the baseline. For the same reason nothing
+// of std:: is used but types.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -25,8 +25,7 @@
 #define ONETRIP_INLINE inline __attribute__((always_inline))
 #endif
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
 
 #if defined(__AVX512F__)
@@ -62,6 +61,8 @@ struct All {};
 struct First {
   int n;
 };
+ONETRIP_INLINE int count(All) { return kWidth; }
+ONETRIP_INLINE int count(First lanes) { return lanes.n; }
 
 ONETRIP_INLINE F splat(float value) { return F{} + value; }
 ONETRIP_INLINE U splat_bits(uint32_t value) { return U{} + value; }
@@ -93,17 +94,24 @@ ONETRIP_INLINE F mul_add(F a, F b, F c) {
 #endif
 }
 
-// Halves are added to each other until four lanes are left: a fixed order.
-ONETRIP_INLINE float sum_lanes(F v) {
+// All lanes joined: halves with each other until four lanes are left, a fixed order.
+template <class Join>
+ONETRIP_INLINE float fold_lanes(F v, Join join) {
   typedef float F4 __attribute__((vector_size(16)));
   F4 part[kWidth / 4];
   memcpy(part, &v, sizeof v);
   for (int half = kWidth / 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) part[i] += part[i + half];
-  return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
+    for (int i = 0; i < half; ++i) part[i] = join(part[i], part[i + half]);
+  return join(join(part[0][0], part[0][2]), join(part[0][1], part[0][3]));
+}
+ONETRIP_INLINE float sum_lanes(F v) {
+  return fold_lanes(v, [](auto a, auto b) { return a + b; });
+}
+ONETRIP_INLINE float largest_lane(F v) {
+  return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// The same of two vectors at once.
+// The sums of two vectors at once.
 struct LaneSums {
   float a, b;
 };
@@ -121,11 +129,16 @@ ONETRIP_INLINE LaneSums sum_lanes(F a, F b) {
 #endif
 }
 
-ONETRIP_INLINE F keep_lanes(F v, All) { return v; }
-ONETRIP_INLINE F keep_lanes(F v, First lanes) {
+// v, with `value` in the lanes that do not exist.
+ONETRIP_INLINE F fill_lanes(F v, All, float) { return v; }
+ONETRIP_INLINE F fill_lanes(F v, First lanes, float value) {
   U index;
   for (int i = 0; i < kWidth; ++i) index[i] = i;
-  return (F)((U)v & (U)(index < splat_bits(lanes.n)));
+  return (F)select((U)(index < splat_bits(lanes.n)), (U)v, (U)splat(value));
+}
+template <class Lanes>
+ONETRIP_INLINE F keep_lanes(F v, Lanes lanes) {
+  return fill_lanes(v, lanes, 0.0f);
 }
 
 // The larger one; b where either is NaN.
@@ -170,17 +183,6 @@ ONETRIP_INLINE F square_root(F v) {
 #endif
 }
 
-ONETRIP_INLINE float largest_lane(F v) {
-  typedef float F4 __attribute__((vector_size(16)));
-  F4 part[kWidth / 4];
-  memcpy(part, &v, sizeof v);
-  for (int half = kWidth / 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) part[i] = part[i] > part[i + half] ? part[i] : part[i + half];
-  const float a = part[0][0] > part[0][2] ? part[0][0] : part[0][2];
-  const float b = part[0][1] > part[0][3] ? part[0][1] : part[0][3];
-  return a > b ? a : b;
-}
-
 // e^x of x <= 0, within 1 unit in the last place; below 2^-126 to 0 (exactly 0 for -Inf), NaN stays NaN. The levels
 // with a fused multiply-add agree bit for bit.
 //
@@ -203,14 +205,8 @@ ONETRIP_INLINE F exp_nonpositive(F x) {
   return e * (F)((U)shifted << 23);
 }
 
-// The same with `value` in the lanes that do not exist.
-ONETRIP_INLINE F fill_lanes(F v, All, float) { return v; }
-ONETRIP_INLINE F fill_lanes(F v, First lanes, float value) {
-  U index;
-  for (int i = 0; i < kWidth; ++i) index[i] = i;
-  return (F)select((U)(index < splat_bits(lanes.n)), (U)v, (U)splat(value));
-}
-
+ONETRIP_INLINE F widen(F v, float) { return v; }
+ONETRIP_INLINE F narrow(F v, float) { return v; }
 ONETRIP_INLINE F widen(H bits, BFloat16) {
 #if defined(__AVX512F__)  // of the other form GCC 12 makes six instructions
   return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
@@ -279,7 +275,7 @@ ONETRIP_INLINE H load_bits(const void* from, All) {
   memcpy(&v, from, sizeof v);
   return v;
 }
-ONETRIP_INLINE void store_bits(void* to, H v, All) { memcpy(to, &v, sizeof v); }
+ONETRIP_INLINE void store(void* to, H v, All) { memcpy(to, &v, sizeof v); }
 
 #if defined(__AVX512F__)
 ONETRIP_INLINE F load(const float* from, First lanes) {
@@ -291,7 +287,7 @@ ONETRIP_INLINE void store(float* to, F v, First lanes) {
 ONETRIP_INLINE H load_bits(const void* from, First lanes) {
   return (H)_mm256_maskz_loadu_epi16((__mmask16)((1u << lanes.n) - 1), from);
 }
-ONETRIP_INLINE void store_bits(void* to, H v, First lanes) {
+ONETRIP_INLINE void store(void* to, H v, First lanes) {
   _mm256_mask_storeu_epi16(to, (__mmask16)((1u << lanes.n) - 1), (__m256i)v);
 }
 #else
@@ -308,21 +304,17 @@ ONETRIP_INLINE H load_bits(const void* from, First lanes) {
   for (int i = 0; i < lanes.n; ++i) v[i] = static_cast<const uint16_t*>(from)[i];
   return v;
 }
-ONETRIP_INLINE void store_bits(void* to, H v, First lanes) {
+ONETRIP_INLINE void store(void* to, H v, First lanes) {
   for (int i = 0; i < lanes.n; ++i) static_cast<uint16_t*>(to)[i] = v[i];
 }
 #endif
 
 // All ones where the byte is not 0.
 typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
-ONETRIP_INLINE U test_bytes(const void* from, All) {
-  Bytes bytes;
-  memcpy(&bytes, from, sizeof bytes);
-  return (U)(__builtin_convertvector(bytes, U) != splat_bits(0));
-}
-ONETRIP_INLINE U test_bytes(const void* from, First lanes) {
+template <class Lanes>
+ONETRIP_INLINE U test_bytes(const void* from, Lanes lanes) {
   Bytes bytes = {};
-  memcpy(&bytes, from, lanes.n);
+  memcpy(&bytes, from, count(lanes));
   return (U)(__builtin_convertvector(bytes, U) != splat_bits(0));
 }
 
@@ -344,7 +336,7 @@ ONETRIP_INLINE void stream(float* to, F v) {
   store(to, v, All{});
 #endif
 }
-ONETRIP_INLINE void stream_bits(void* to, H v) {
+ONETRIP_INLINE void stream(void* to, H v) {
 #if defined(__AVX512F__)
   _mm256_stream_si256(static_cast<__m256i*>(to), (__m256i)v);
 #elif defined(__AVX2__)
@@ -354,7 +346,7 @@ ONETRIP_INLINE void stream_bits(void* to, H v) {
   memcpy(&bits, &v, sizeof bits);
   _mm_stream_si64(static_cast<long long*>(to), bits);
 #else
-  store_bits(to, v, All{});
+  store(to, v, All{});
 #endif
 }
 ONETRIP_INLINE void stream_fence() {
@@ -364,32 +356,20 @@ ONETRIP_INLINE void stream_fence() {
 }
 
 // Stores v rounded to T, and returns what was stored. A null pointer only rounds. The end of a row is never streamed.
-ONETRIP_INLINE F store_rounded(float* to, F v, All, bool streams = false) {
-  if (to && streams) {
-    stream(to, v);
-  } else if (to) {
-    store(to, v, All{});
-  }
-  return v;
-}
-ONETRIP_INLINE F store_rounded(float* to, F v, First lanes, bool = false) {
-  if (to) store(to, v, lanes);
-  return v;
-}
 template <class T>
 ONETRIP_INLINE F store_rounded(T* to, F v, All, bool streams = false) {
-  const H bits = narrow(v, T{});
+  const auto bits = narrow(v, T{});
   if (to && streams) {
-    stream_bits(to, bits);
+    stream(to, bits);
   } else if (to) {
-    store_bits(to, bits, All{});
+    store(to, bits, All{});
   }
   return widen(bits, T{});
 }
 template <class T>
 ONETRIP_INLINE F store_rounded(T* to, F v, First lanes, bool = false) {
-  const H bits = narrow(v, T{});
-  if (to) store_bits(to, bits, lanes);
+  const auto bits = narrow(v, T{});
+  if (to) store(to, bits, lanes);
   return widen(bits, T{});
 }
 
@@ -441,21 +421,17 @@ ONETRIP_INLINE void store_rounded(BFloat16* to, Pair v, Both, bool streams) {
   const U even = (U)v.even, odd = (U)v.odd;
   const U bits =
       ((even + (0x7FFFu + ((even >> 16) & 1u))) >> 16) | ((odd + (0x7FFFu + ((odd >> 16) & 1u))) & 0xFFFF0000u);
-  if (streams) {
-    stream(reinterpret_cast<float*>(to), (F)bits);
-  } else {
-    memcpy(to, &bits, sizeof bits);
-  }
+  store_rounded(reinterpret_cast<float*>(to), (F)bits, All{}, streams);
 }
 
-// function(a, b), vector by vector.
-template <class Function>
-ONETRIP_INLINE F map(Function function, F a, F b) {
-  return function(a, b);
+// function(a, others...), vector by vector.
+template <class Function, class... Others>
+ONETRIP_INLINE F map(Function function, F a, Others... others) {
+  return function(a, others...);
 }
-template <class Function>
-ONETRIP_INLINE Pair map(Function function, Pair a, Pair b) {
-  return {function(a.even, b.even), function(a.odd, b.odd)};
+template <class Function, class... Others>
+ONETRIP_INLINE Pair map(Function function, Pair a, Others... others) {
+  return {function(a.even, others.even...), function(a.odd, others.odd...)};
 }
 
 // for_columns over an array of T: bfloat16 comes in pairs as long as kUnroll vectors are left, whose i is that of the
@@ -495,5 +471,4 @@ ONETRIP_INLINE auto with_type_or_float32(DType dtype, Body body) {
 }
 
 }  // namespace
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

@@ -17,13 +17,8 @@
 #include "rows.h"
 #include "simd.h"
 
-namespace onetrip {
-namespace ONETRIP_LEVEL {
+namespace onetrip::ONETRIP_LEVEL {
 namespace {
-
-constexpr float kInfinity = __builtin_inff();
-constexpr int kChains = 4;
-constexpr int64_t kSumColumns = 2048;  // sums run in kChains chains that are folded every so often: see sum_columns
 
 // Walks the rows of a MaskRows, or of a part of its dimensions, and keeps the offset of the current one.
 class Walk {
@@ -160,7 +155,7 @@ ONETRIP_INLINE float assemble(const T* scores, const M* mask, float scale, float
     if constexpr (!kIsInPlace<T, M>) store(values + c, v, All{});
     largest[chain] = larger_number(v, largest[chain]);
   });
-  return largest_lane(larger_number(larger_number(largest[0], largest[1]), larger_number(largest[2], largest[3])));
+  return largest_of_chains(largest);
 }
 
 // Exponentials of a row's values to the buffer, whole vectors. Returns their sum. next_scores: a row to be fetched
@@ -184,7 +179,7 @@ ONETRIP_INLINE float exponentiate(const T* scores, float scale, float* values, f
       store(values + c, v, All{});
       sums[chain] += v;
     });
-    total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    total += sum_chains(sums);
   }
   return sum_lanes(total);
 }
@@ -284,7 +279,7 @@ void backward_rows(const BackwardRows& rows) {
         };
         map(add, load(p + c, lanes), load(dy + c, lanes));
       });
-      total += (products[0] + products[1]) + (products[2] + products[3]);
+      total += sum_chains(products);
     }
     const F mean = splat(sum_lanes(total));
     const int64_t to_next = row + rows_ahead < args.n_rows ? rows_ahead : 0;
@@ -412,5 +407,4 @@ int softmax_backward(const SoftmaxBackward& args) {
   });
 }
 
-}  // namespace ONETRIP_LEVEL
-}  // namespace onetrip
+}  // namespace onetrip::ONETRIP_LEVEL

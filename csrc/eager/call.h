@@ -29,11 +29,7 @@ void use_torch(const py::type& tensor, const py::type& parameter, const py::obje
                const py::object& empty_like, const py::object& current_stream, const py::object& raise_error,
                const py::tuple& dtypes) {
   delete torch;
-  torch = new Torch{{types_of(tensor, parameter), tensor.attr("is_neg")},
-                    is_grad_enabled,
-                    empty_like,
-                    current_stream,
-                    raise_error,
+  torch = new Torch{reader_of(tensor, parameter),     is_grad_enabled, empty_like, current_stream, raise_error,
                     {dtypes[0], dtypes[1], dtypes[2]}};
 }
 
@@ -75,18 +71,12 @@ T* address(PyObject* object) {
   return static_cast<T*>(read_tensor(object).address());
 }
 
-int64_t elements(const dlpack::Tensor& tensor) {
-  int64_t n = 1;
-  for (int i = 0; i < tensor.n_dims; ++i) n *= tensor.sizes[i];
-  return n;
-}
-
 // Sets the call's n_rows and n_cols to those of x, which is not empty. Returns x.
 template <typename Call>
 dlpack::Tensor read_rows(PyObject* object, Call& call) {
   const dlpack::Tensor x = read_tensor(object);
   call.n_cols = x.sizes[x.n_dims - 1];
-  call.n_rows = elements(x) / call.n_cols;
+  call.n_rows = x.n_elements() / call.n_cols;
   return x;
 }
 
@@ -97,7 +87,7 @@ const T* plain_address(PyObject* object, DType dtype, int64_t n_elements, const 
   dlpack::Tensor tensor;
   if (!torch->reader.types.knows(object, &tensor) || dtype_digit(tensor) != 1 + static_cast<int>(dtype)) return nullptr;
   if (!tensor.is_on_device_of(like)) return nullptr;
-  if (elements(tensor) != n_elements || !is_contiguous(tensor) || is_negated(torch->reader, object)) return nullptr;
+  if (tensor.n_elements() != n_elements || !is_contiguous(tensor) || is_negated(torch->reader, object)) return nullptr;
   return static_cast<const T*>(tensor.address());
 }
 

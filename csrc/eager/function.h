@@ -2,6 +2,8 @@
 // kernel writes, with torch's own functions, launches it, and hands autograd what backward needs; another one does the
 // same for the gradients. Included by bindings.cpp alone.
 #pragma once
+#include <string>
+
 #include "call.h"
 
 namespace onetrip {
@@ -68,14 +70,13 @@ PyObject* backward_eagerly(PyObject* otherwise, PyObject* const* values, Py_ssiz
   });
 }
 
+// Defines FAMILY_eager_forward and FAMILY_eager_backward.
 template <typename Eager>
-py::object eager_forward(const py::object& otherwise) {
-  return make_function<forward_eagerly<Eager>>(otherwise);
-}
-
-template <typename Eager>
-py::object eager_backward(const py::object& otherwise) {
-  return make_function<backward_eagerly<Eager>>(otherwise);
+void define_eager(py::module_& module, const std::string& family) {
+  module.def((family + "_eager_forward").c_str(), &make_function<forward_eagerly<Eager>, py::object>,
+             "The forward of an autograd.Function, from the Python function for operands that are not plain.");
+  module.def((family + "_eager_backward").c_str(), &make_function<backward_eagerly<Eager>, py::object>,
+             "Its backward, from the Python function for gradients that are not plain.");
 }
 
 }  // namespace

@@ -79,7 +79,7 @@ struct EagerGlu {
     split(call.gate, call.up, call.n_cols);
     call.bias = address(operands[2]);
     call.y = address(y.ptr());
-    Arguments(&rng, 1).rng(call.dropout);
+    Arguments(&rng, 1).read(call.dropout);
     launch_on<glu_forward_cpu, no_cuda_kernel<GluForward>>(gate, operands[0], "glu forward", call);
     return y;
   }
@@ -107,7 +107,7 @@ struct EagerGlu {
         is_packed ? 2 * call.n_cols : call.n_cols;
     split(call.gate, call.up, call.n_cols);
     split(call.dgate, call.dup, call.n_cols);
-    Arguments(&rng, 1).rng(call.dropout);
+    Arguments(&rng, 1).read(call.dropout);
     launch_on<glu_backward_cpu, no_cuda_kernel<GluBackward>>(shape, dy, "glu backward", call);
   }
 

@@ -26,7 +26,7 @@ struct EagerRowNorm {
     call.weight = address(operands[3]);
     call.norm_bias = address(operands[4]);
     call.x_row_stride = call.residual_row_stride = call.n_cols;
-    Arguments(&rng, 1).rng(call.dropout);
+    Arguments(&rng, 1).read(call.dropout);
     py::object y, z, mean = py::none(), rstd = py::none();
     if (call.norm != Norm::kNone) {
       y = empty_like(operands[0], dtype, call.y_dtype);
@@ -117,7 +117,7 @@ struct EagerRowNorm {
                                    : row_norm_workspace_cuda(shape.device_index, n_rows, n_cols, n_sums);
       py::object workspace;
       if (n_floats) call.workspace = address<float>((workspace = floats(like, dtype, n_floats)).ptr());
-      Arguments(&given.rng, 1).rng(call.dropout);
+      Arguments(&given.rng, 1).read(call.dropout);
       launch_on<row_norm_backward_cpu, row_norm_backward_cuda>(shape, like, "row_norm backward", call);
     }
     const auto or_none = [](py::object& made) { return made ? std::move(made) : py::none(); };

@@ -22,7 +22,7 @@ struct EagerSoftmax {
     call.scores_row_stride = call.n_cols;
     call.mask = address(operands[1]);
     if (causal) call.n_queries = scores.sizes[scores.n_dims - 2];
-    Arguments(&rng, 1).rng(call.dropout);
+    Arguments(&rng, 1).read(call.dropout);
     Done done;
     done.result = empty_like(operands[0], call.dtype, call.dtype);
     call.y = address(done.result.ptr());

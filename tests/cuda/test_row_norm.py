@@ -282,12 +282,3 @@ def test_variance_survives_a_large_mean(driver, n_cols: int, clusters: bool, tmp
     expected = torch.nn.functional.layer_norm(rows, (n_cols,))
     torch_error = (torch.nn.functional.layer_norm(rows.float(), (n_cols,)).double() - expected).abs().max()
     assert (outputs["y"].double() - expected).abs().max() <= 2 * torch_error + 1e-5
-
-
-def test_empty_is_a_no_op(driver, tmp_path: Path) -> None:
-    for n_rows, n_cols in ((0, 8), (3, 0)):
-        call = Call("empty", n_rows, n_cols, PAIRS["f32"], store_z=True)
-        forward = call.forward_case()
-        for name in ("mean", "rstd"):
-            del forward.outputs[name]
-        run(driver("f32"), [forward], tmp_path)

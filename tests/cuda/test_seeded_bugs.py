@@ -55,13 +55,11 @@ ROW_NORM_BUGS = {
     "gradient_means_exchanged": Bug(
         "row_norm_backward.cuh", "means.x, wdy[i]) - means.y", "means.y, wdy[i]) - means.x"
     ),
-    "cluster_sum_waits_for_the_one_before": Bug("reduce.cuh", "turn_ / 2 % 2;", "(turn_ / 2 + 1) % 2;"),
     "one_half_for_every_cluster_sum": Bug("reduce.cuh", "shared_ + turn_ % 2 * kMaxClusterWarps", "shared_"),
     "every_phase_of_a_cluster_even": Bug("reduce.cuh", "turn_ / 2 % 2;", "0;"),
     "second_chunks_not_added": Bug(
         "reduce.cuh", "sum_of_warps(sums, 2 * ClusterExchange", "sum_of_warps(sums, ClusterExchange"
     ),
-    "sum_of_more_than_32_warps_too_short": Bug("reduce.cuh", "int i = lane + kWarpThreads;", "int i = n_warps;"),
     "copies_not_waited_for": Bug(PIPELINED, "wait_for_stage(plan.dy_z);", ""),
     "dz_not_waited_for": Bug(PIPELINED, "if (plan.dz != 0) wait_for_stage(plan.dz);", ""),
     "wait_one_group_short": Bug(PIPELINED, "copy_async_wait<3>", "copy_async_wait<4>"),

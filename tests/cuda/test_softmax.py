@@ -187,8 +187,3 @@ def test_probabilities_need_not_be_stored(driver, tmp_path: Path) -> None:
     call = Call("inference", (1, 2, 3), 100, torch.float16, dropout_p=0.2)
     with_p, without = run(driver("f16"), [replace(call, store_p=s).forward_case() for s in (True, False)], tmp_path)
     assert torch.equal(with_p["y"], without["y"])
-
-
-def test_empty_is_a_no_op(driver, tmp_path: Path) -> None:
-    for dims, n_cols in (((1, 1, 0), 8), ((1, 1, 3), 0)):
-        run(driver("f32"), [Call("empty", dims, n_cols, torch.float32).forward_case()], tmp_path)

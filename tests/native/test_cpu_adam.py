@@ -103,27 +103,6 @@ def test_every_value_gets_the_nearest_code(level, signed):
     assert ((chosen == distance.min(dim=1).values) | is_raised).all()
 
 
-def test_parameters_of_every_kind_in_one_step(level):
-    """8 and 32 bits, three dtypes of parameters and of gradients that change; neighbours of one group that took as many
-    steps, of two groups that did, and of one group that did not."""
-    groups = [ADAMW, ADAMW._replace(lr=0.5, beta1=0.5, decoupled=False), ADAMW._replace(maximize=True)]
-    dtypes = [F32, F16, BF16]
-    slots = [
-        new_slot(torch.randn(100 + 37 * i).to(dtypes[i % 3]), i % 4 < 2, i // 2 % 3, torch.tensor(float(i // 3)))
-        for i in range(30)
-    ]
-    shared = torch.tensor(7.0)  # two parts of a parameter: one count, which goes up once a step
-    slots += [new_slot(torch.randn(n), True, 0, shared) for n in (256, 300)]
-    expected, table = copied(slots), StepTable.of_slots(slots)
-    for step in range(6):
-        sizes = [slot.param.numel() for slot in slots]
-        grads = [g.to(dtypes[(i + step // 2) % 3]) for i, g in enumerate(gradients(sizes, seed=step))]
-        table.step(grads, groups)
-        reference.step(expected, grads, groups)
-        assert_same_bits(slots, expected)
-    assert float(shared) == 13.0
-
-
 def test_new_gradients_are_read_and_replaced_storage_is_rejected(level):
     slots = new_slots((300, 5000))
     expected, table = copied(slots), StepTable.of_slots(slots)

@@ -203,17 +203,6 @@ def test_blocks_of_many_rows(level, n_cols, dtype, p):
         check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, (dtype,) * 5)
 
 
-def test_words_are_random123s(level):
-    """Philox of zeros (Random123's kat_vectors): halves of words are kept at a threshold of themselves, not above."""
-    for element in range(8):
-        word = (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)[element // 2]
-        bits = word >> element % 2 * 16 & 0xFFFF
-        for threshold, is_kept in ((bits, True), (bits + 1, False)):
-            plan = plan_of(NORM_NONE, dropout_p=threshold / 2**16)
-            _, z, _, _ = native.forward(Operands(torch.ones(1, 8)), (0, 0), plan)
-            assert (z[0, element] != 0) == is_kept
-
-
 @pytest.mark.parametrize("n_cols", [1, 2, 3, 5, 6, 7, 31, 1023, 1026, 4097, 8195], ids=lambda n: f"N{n}")
 def test_mask_wherever_a_row_starts_in_a_group(level, n_cols):
     n_rows = 67 if n_cols < 5000 else 5
@@ -223,15 +212,6 @@ def test_mask_wherever_a_row_starts_in_a_group(level, n_cols):
     assert torch.equal(z != 0, keep)
     dx, *_ = native.backward(BackwardOperands(dz=torch.ones(n_rows, n_cols)), RNG, plan, Dtypes(F32, *[None] * 4))
     assert torch.equal(dx != 0, keep)
-
-
-def test_rng_in_memory_draws_the_same_mask(level):
-    x, plan = torch.ones(3, 100), plan_of(NORM_NONE, dropout_p=0.5)
-    rng = torch.tensor(RNG)
-    assert same_bits(
-        native.forward(Operands(x), rng, plan)[1],
-        native.forward(Operands(x), RNG, plan)[1],
-    )
 
 
 def test_dropped_values_are_zero_whatever_they_were(level):
@@ -309,13 +289,6 @@ def test_large_outputs_which_pass_the_caches(level, dtype, n_cols):
             small = native.backward(BackwardOperands(dy, None, *small[1:], weight), None, plan, grads)
             large = native.backward(BackwardOperands(many(dy), None, *large[1:], weight), None, plan, grads)
             assert same_bits(large[0], many(small[0])) and same_bits(large[1], many(small[1]))
-
-
-@pytest.mark.parametrize(("n_rows", "n_cols"), [(0, 8), (8, 0)], ids=["no_rows", "no_columns"])
-def test_empty_is_a_no_op(n_rows, n_cols):
-    launch = library.row_norm_forward(*(0,) * 8, NORM_LAYER, False, 1e-5, 0.0, 0.0)
-    assert launch(-1, 0, n_rows, n_cols, (None,) * 5, 0, 0, (None,) * 4, None) == 0
-    assert library.row_norm_workspace(-1, n_rows, n_cols, 3) == 0
 
 
 def test_an_unknown_level_is_refused():

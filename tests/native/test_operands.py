@@ -91,15 +91,10 @@ def read(*tensors: Tensor | None) -> tuple[Dtypes, bool] | None:
 
 
 @needs_dlpack
-@pytest.mark.parametrize("tensors", [pytest.param(tensors, id=name) for name, tensors in FITTING.items()])
-def test_operands_that_kernels_can_read_as_they_are(tensors):
-    assert read(*tensors) == (native.dtypes_of(tensors), True)
-
-
-@needs_dlpack
-@pytest.mark.parametrize("tensors", [pytest.param(tensors, id=name) for name, tensors in NOT_PLAIN.items()])
-def test_operands_that_fit_and_have_to_be_prepared(tensors):
-    assert read(*tensors) == (native.dtypes_of(tensors), False)
+@pytest.mark.parametrize("name", [*FITTING, *NOT_PLAIN])
+def test_operands_that_fit_and_whether_kernels_can_read_them_as_they_are(name):
+    tensors = FITTING.get(name) or NOT_PLAIN[name]
+    assert read(*tensors) == (native.dtypes_of(tensors), name in FITTING)
 
 
 @pytest.mark.parametrize("tensors", [pytest.param(tensors, id=name) for name, tensors in NOT_FITTING.items()])
@@ -233,16 +228,12 @@ def results() -> list[Tensor]:
     return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
 
-@pytest.mark.usefixtures("torch_without_dlpack")
-def test_an_older_torch_gets_the_same_checks():
-    with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(8,\), got \(9,\)"):
-        ops.layer_norm(matrix(), vector(N + 1))
-
-
-def test_an_older_torch_gets_the_same_bits(request: pytest.FixtureRequest):
+def test_an_older_torch_gets_the_same_bits_and_checks(request: pytest.FixtureRequest):
     expected = results()
     request.getfixturevalue("torch_without_dlpack")
     assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
+    with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(8,\), got \(9,\)"):
+        ops.layer_norm(matrix(), vector(N + 1))
 
 
 LAUNCH = (-1, 0, 1, N, (matrix(1, N), *(None,) * 4), N, 0, (matrix(1, N), None, None, None), None)
