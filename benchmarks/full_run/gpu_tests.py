@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from onetrip.environment import checkout
 
 _BROKEN_CONTEXT = 9  # exit code of a worker that the plugin ends
@@ -102,17 +103,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # the controller knows the failure by then
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """In a worker; the controller has no CUDA context."""
-    if report.failed and _context_is_broken():
-        os._exit(_BROKEN_CONTEXT)
-
-
-def _context_is_broken() -> bool:
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
+    if report.failed and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(_BROKEN_CONTEXT)

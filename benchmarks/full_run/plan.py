@@ -37,8 +37,9 @@ _FIRST = (
     "softmax-*-large",
     "adam",
     "training-bert_large-24_layers-4x512-bf16",
+    "counters-cuda",
 )
-"""What comes first on a GPU: whether the CUDA kernels are right, and what they reach where memory is the limit."""
+"""What comes first on a GPU: whether the CUDA kernels are right, what they reach where memory is the limit, and why."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,25 @@ def _gpu_tests(place: Place) -> Iterator[Part]:
 
 def _sanitizers(tools: tuple[str, ...], place: Place) -> Iterator[Part]:
     for backend in ("cuda", "triton"):
-        missing = _no_gpu(place)
-        if not missing and not shutil.which("compute-sanitizer"):
-            missing = "compute-sanitizer is not on PATH: it comes with the CUDA toolkit"
-        missing = missing or unavailable_reason(backend, "cuda")
+        missing = _missing("compute-sanitizer", backend, place)
         for tool in tools:
             for family in sorted(FAMILIES[backend]):
                 command = (f"{_FOLDER}.sanitizer", tool, backend, family, str(place.output))
                 proves = f"{tool} finds nothing in the kernels of {family}"
                 yield Part(f"sanitizer-{tool}-{backend}-{family}", proves, command, missing)
+
+
+def _counters(place: Place) -> Iterator[Part]:
+    for backend in ("cuda", "triton"):
+        command = (f"{_FOLDER}.counters", backend, str(place.output))
+        missing = _missing("ncu", backend, place)
+        yield Part(f"counters-{backend}", "what each kernel moves, executes and waits for", command, missing)
+
+
+def _missing(tool: str, backend: str, place: Place) -> str:
+    """Why a tool cannot watch the kernels of a backend; empty where it can."""
+    absent = "" if shutil.which(tool) else f"{tool} is not on PATH: it comes with the CUDA toolkit"
+    return _no_gpu(place) or absent or unavailable_reason(backend, "cuda")
 
 
 def _no_gpu(place: Place) -> str:
@@ -153,6 +164,7 @@ def parts(place: Place) -> list[Part]:
         *_gpu_tests(place),
         *_sanitizers(_TOOLS[:2], place),
         *(part for suite in SUITES for part in _suite(suite, place)),
+        *_counters(place),
         *_commands(place),
         *_sanitizers(_TOOLS[2:], place),
         _own("report", "everything that was found, on one page", place, always=True),

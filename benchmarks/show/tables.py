@@ -178,9 +178,8 @@ def with_own_table(results: Results) -> Cases:
     found = cases(results, *OPERATOR_SUITES)
     shown = {case["case"] for members in width_series(of_every_width(results)).values() for case in members}
     others = (case for case in found if not case["full"] and case["case"] not in shown)
-    shapes = gpu_shapes()
-    full = [case for case in found if case["full"]]
-    return [*full, *(case for case in others if (case["n_rows"], case["n_cols"]) not in shapes)]
+    others = (case for case in others if (case["n_rows"], case["n_cols"]) not in gpu_shapes())
+    return [*(case for case in found if case["full"]), *others]
 
 
 def _torch_and_onetrip(which: str) -> list[Column]:
@@ -199,11 +198,6 @@ def widths(cases: Cases) -> Iterator[Table]:
         yield from table(f"{operator} alone, {dtype}, 4 Mi elements at every width", columns, members)
 
 
-def by_dtype_and_dropout(cases: Cases) -> list[tuple[tuple[str, float], Cases]]:
-    """Cases of attention by (dtype, dropout_p): fp32 first, and without dropout first."""
-    return sorted(grouped(cases, "dtype", "dropout_p").items(), key=lambda item: (item[0][0] != "fp32", *item[0]))
-
-
 def attention(cases: Cases) -> Iterator[Table]:
     length: Column = ("length", lambda row: attention_length(row.case))
     columns = [length, _NAME, _milliseconds("forward"), _milliseconds("backward"), *_BOTH_AND_MEMORY]
@@ -212,7 +206,8 @@ def attention(cases: Cases) -> Iterator[Table]:
         "backward, they are in *saved*. It is for models that run eager attention, or SDPA where that is slower. "
         "With dropout every provider was checked without it: a mask cannot be read off the output."
     )
-    for (dtype, dropout_p), members in by_dtype_and_dropout(cases):
+    fp32_first = sorted(grouped(cases, "dtype", "dropout_p").items(), key=lambda item: (item[0][0] != "fp32", *item[0]))
+    for (dtype, dropout_p), members in fp32_first:
         rows = [row for row in by_provider(members) if row.entry["check"]["passed"]]
         yield from table(f"Attention, {dtype}, dropout {dropout_p:g}", columns, rows, note)
 
@@ -272,15 +267,13 @@ def without_number(cases: Iterable[dict[str, Any]]) -> list[Table]:
 
 def by_topic(results: Results) -> dict[str, list[Table]]:
     """Every table of one machine's results, by what it is about, in the order of the documentation."""
+    of_attention = cases(results, "attention")
     found = {
         "targets": verdicts(results),
         "operators": [*operators(with_own_table(results))],
         "widths": [*widths(of_every_width(results))],
         "graphs": graphs(cases(results, *OPERATOR_SUITES)),
-        "attention": [
-            *attention_winners(cases(results, "attention")),
-            *attention(cases(results, "attention")),
-        ],
+        "attention": [*attention_winners(of_attention), *attention(of_attention)],
     }
     if results.keys() - {*OPERATOR_SUITES, "attention"}:
         from . import run_tables
@@ -312,8 +305,7 @@ def provenance(results: Results) -> list[str]:
 def load_in_words(results: Results) -> str:
     """What waiting for a CPU that others held did to the cases; empty where it was little."""
     found = [case["cpu_slowdown"] for case in cases(results, *results) if case.get("cpu_slowdown") is not None]
-    slowed = [slowdown for slowdown in found if slowdown > SLOWED]
-    if not slowed:
+    if not (slowed := [slowdown for slowdown in found if slowdown > SLOWED]):
         return ""
     n = f"{len(slowed)} of {len(found)}"
     return f"Other processes slowed {n} cases by up to {max(slowed):.1f}x: distrust times, less so ratios."

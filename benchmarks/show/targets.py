@@ -246,10 +246,8 @@ TARGETS = (
     *_at(f"{_ATTENTION}, p = 0.1", "softmax", f"{_SCORES}-p0.1", _SHAPE, (_F, "eager", 8.0), (_FB, "eager", 6.0)),
     *_at(f"{_ATTENTION}, p = 0.1", "softmax", f"{_SCORES}-p0.1", _SHAPE, (_FB, "torch.compile", 4.0)),
     *_at(f"{_ATTENTION}, p = 0", "softmax", f"{_SCORES}-p0", _SHAPE, (_F, "eager", 1.5), (_FB, "eager", 1.5)),
-    *_worst("softmax alone, widths 64 to 65,536", "torch", "softmax", "softmax", forward=1.0),
-    *_worst(f"softmax, {_WARM}", "torch", "softmax", "warm_softmax", forward=1.0),
-    *_worst("softmax alone, widths 64 to 65,536", "torch", "softmax", "softmax", backward=1.0),
-    *_worst(f"softmax, {_WARM}", "torch", "softmax", "warm_softmax", backward=1.0),
+    *_worst("softmax alone, widths 64 to 65,536", "torch", "softmax", "softmax", forward=1.0, backward=1.0),
+    *_worst(f"softmax, {_WARM}", "torch", "softmax", "warm_softmax", forward=1.0, backward=1.0),
     *(
         target
         for suite, operator, shape, *limits in (
@@ -259,14 +257,8 @@ TARGETS = (
             ("glu", "glu-silu", (2048, 2816), (_FB, EAGER, 2.5)),
             ("glu", "bias_activation-gelu", (2048, 2816), (_F, "torch.compile", 1.0), (_FB, "torch.compile", 1.3)),
             ("cross_entropy", "cross_entropy", (2048, 32000), (_FB, EAGER, 4.0)),
-            (
-                "cross_entropy",
-                "linear_cross_entropy-V32000",
-                (2048, 512),
-                (_FB, EAGER, 1.0),
-                (_FB, "torch chunked", 1.4),
-            ),
-            ("cross_entropy", "linear_cross_entropy-V32000-labels15", (2048, 512), (_FB, EAGER, 5.0)),
+            ("cross_entropy", f"{_LINEAR}-V32000", (2048, 512), (_FB, EAGER, 1.0), (_FB, "torch chunked", 1.4)),
+            ("cross_entropy", f"{_LINEAR}-V32000-labels15", (2048, 512), (_FB, EAGER, 5.0)),
         )
         for target in _at(f"{operator}, {shape[0]:,} x {shape[1]:,}", suite, operator, shape, *limits)
     ),
@@ -288,8 +280,7 @@ TARGETS = (
     *_patched("BART", fp32=1.02, bf16=1.1),
     *_patched("ViT", fp32=1.0, bf16=1.05),
     *_patched("Llama", fp32=1.0, bf16=1.01),
-    _call("layer_norm", 8.5),
-    _call("rms_norm", 8.5),
+    *(_call(name, 8.5) for name in ("layer_norm", "rms_norm")),
     _call("bias_dropout_residual_norm, p = 0.1", 15.0, f"{_BLOCK}-p0.1"),
     _call("bias_dropout_residual_norm, p = 0", 9.5, f"{_BLOCK}-p0"),
     _call("softmax", 9.0),

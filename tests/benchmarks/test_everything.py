@@ -218,6 +218,7 @@ def test_on_a_gpu_nothing_is_left_out(gpu, tmp_path, quick):
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     assert {f"sanitizer-{tool}-cuda-row_norm" for tool in tools} <= set(names)
     assert {f"sanitizer-{tool}-triton-rotary" for tool in tools} <= set(names)
+    assert {"counters-cuda", "counters-triton"} <= set(names)
 
 
 def test_what_comes_first_says_whether_kernels_are_right_and_how_fast(gpu, tmp_path):
@@ -229,6 +230,7 @@ def test_what_comes_first_says_whether_kernels_are_right_and_how_fast(gpu, tmp_p
         "softmax-fp32-large",
         "adam",
         "training-bert_large-24_layers-4x512-bf16",
+        "counters-cuda",
     )
     order = [*sorted(map(names.index, checks)), *sorted(map(names.index, figures))]
     assert order == sorted(order) and order[-1] < names.index("row_norm-layer_norm-fp32")
@@ -278,7 +280,7 @@ def test_without_a_gpu_or_a_source_tree_parts_say_why_they_are_skipped(gpu, tmp_
     monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: False)
     known = plan.parts(Place(tmp_path, CPU, tests=tmp_path))
     for part_ in known:
-        if part_.name.startswith(("gpu-tests", "sanitizer")):
+        if part_.name.startswith(("gpu-tests", "sanitizer", "counters")):
             assert part_.missing == "torch sees no CUDA device"
     (gpu_only,) = [part_ for part_ in known if part_.name == "training-bert_large-24_layers-4x512"]
     assert gpu_only.missing == "full size: for a GPU"
