@@ -224,10 +224,10 @@ class CallsOpened(Block):
 DROPPED = "h = torch.nn.functional.dropout(h, p=self.rate, training=self.training)"
 SOFTMAX = f"h = a @ b.mT; h = h * 0.5; h = torch.softmax(h, dim=-1); {DROPPED}"
 OWN_NAMES: dict[str, type[Block]] = {
-    "a-function's": block_of("linear_parts_ = b; return self.post(self.drop(self.proj(a)) + linear_parts_)"),
+    "a-function's": block_of("dropped_linear_ = b; return self.post(self.drop(self.proj(a)) + dropped_linear_)"),
     "a-sum's": block_of("sum_0_ = b; return self.post(self.drop(self.proj(a)) + sum_0_)"),
     "a-norm's": block_of("normed_0_ = a; h = self.drop(a) + b; return self.post(h) * h + normed_0_"),
-    "a-parameter": block_of("return self.post(self.drop(self.proj(a)) + b) * dropped_", "a, b, dropped_=2.0"),
+    "a-parameter": block_of("return self.post(self.drop(a) + b) * dropped_", "a, b, dropped_=2.0"),
     "a-lambda's": block_of("h = self.drop(self.proj(a)) + b; return (lambda sum_0_: self.post(h) + sum_0_)(h)"),
     "a-softmax's": block_of(f"scale_ = a; {SOFTMAX}; return h @ scale_"),
     "a-number's": block_of(f"float_ = b; h = self.proj(a); {DROPPED}; return float_ + h"),

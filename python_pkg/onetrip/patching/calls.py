@@ -255,6 +255,11 @@ def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
     return Branch(dropout(x if bias is None else x + bias), None, 0.0)
 
 
+def dropped_linear(dropout: Any, dense: Any, x: Tensor) -> Branch:
+    """dense(x) with its bias and the dropout still to be done."""
+    return dropped(dropout, *linear_parts(dense, x))
+
+
 def undropped(x: Any) -> tuple[Any, Tensor | None]:
     """(x, a bias still to be added) of what a Tail returned, one without dropout."""
     return x[:2] if isinstance(x, Branch) else (x, None)

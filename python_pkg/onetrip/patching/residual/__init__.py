@@ -2,8 +2,8 @@
 
     h = self.dense(h)
     h = self.dropout(h)
-    h = residual + h              ->      h, normed_0_ = sum_0_(self, residual, dropped_(self.dropout,
-    residual = h                                  *linear_parts_(self.dense, h)), self.norm)
+    h = residual + h              ->      h, normed_0_ = sum_0_(self, residual,
+    residual = h                                  dropped_linear_(self.dropout, self.dense, h), self.norm)
     h = self.norm(h)                      residual = h
                                           h = normed_0_
 

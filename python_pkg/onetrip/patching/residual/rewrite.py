@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..calls import Branch, dropped, linear_parts, undropped
+from ..calls import Branch, dropped, dropped_linear, linear_parts, undropped
 from ..links import Sum
 from ..rewriting import Rewriting
 from .read import Operand
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .choose import Choice
 
 
-IN_BRANCHES = {"dropped_": dropped, "linear_parts_": linear_parts, "undropped_": undropped, "Branch_": Branch}
+_CALLED: tuple[Any, ...] = (dropped, dropped_linear, linear_parts, undropped, Branch)
+IN_BRANCHES = {f"{each.__name__}_": each for each in _CALLED}
 """What is called for a Branch, by its name in a rewritten forward."""
 
 
@@ -61,6 +62,8 @@ class SumRewriting(Rewriting):
             x: ast.expr = self.visit(self.copy_of(operand.x))
             if operand.opened and not operand.is_dropped:
                 return x
+            if operand.linear and operand.dropout:
+                return called("dropped_linear_", self.attribute(operand.dropout), self.attribute(operand.linear), x)
             parts = [x]
             if operand.linear:
                 parts = [ast.Starred(called("linear_parts_", self.attribute(operand.linear), x))]

@@ -1,7 +1,7 @@
 """Children whose forward ends in a dropout or a linear layer, and whose result the parent only adds to a residual.
 
     h = self.dense(h)
-    h = self.dropout(h)           ->      return dropped_(self.dropout, *linear_parts_(self.dense, h))
+    h = self.dropout(h)           ->      return dropped_linear_(self.dropout, self.dense, h)
     return h
 
 This second forward (or the second form of a method that the parent's forward calls) returns a Branch: its caller still
