@@ -350,13 +350,22 @@ class Substitution(ast.NodeTransformer):
 def define(original: Any, source: str, names: Mapping[str, Any], name: str, pattern: str) -> Callable[..., Any]:
     """The function `name` that the source defines, as if written in the module of the original function.
 
-    names: added to that module's globals, which are looked up at each call. Defaults are the original's objects: a
-    source with defaults has the original's parameters. A method is defined in a class, which mangles its private names.
+    names: added to that module's globals, which are looked up at each call. Defaults are the original's objects, by the
+    names of the parameters. A method is defined in a class, which mangles its private names.
     """
     tree: Any = ast.parse(source)
     arguments = tree.body[0].args
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    parameters = inspect.signature(original).parameters.values()
+    defaults = {f"default_of_{each.name}_": each.default for each in parameters if each.default is not each.empty}
+
+    def default_of(parameter: ast.arg, default: Any) -> Any:
+        name = f"default_of_{parameter.arg}_"
+        return ast.Name(name) if default is not None and name in defaults else default
+
+    last = [*arguments.posonlyargs, *arguments.args][-len(arguments.defaults) or None :]
+    arguments.defaults = [*map(default_of, last, arguments.defaults)]
+    arguments.kw_defaults = [*map(default_of, arguments.kwonlyargs, arguments.kw_defaults)]
+    names = {**names, **defaults}
     source, made_name, owner = ast.unparse(tree), name, original.__qualname__.split(".")[-2:-1]
     if owner and owner[0].isidentifier():
         source, made_name = f"class {owner[0]}:\n{textwrap.indent(source, '    ')}", f"{owner[0]}.{name}"
@@ -365,10 +374,6 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
     filename = f"<onetrip {pattern} of {original.__module__}.{original.__qualname__} {crc32(code.encode()):08x}>"
     exec(compile(code, filename, "exec"), original.__globals__, scope)
     linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)  # for tracebacks
-    made: Any = scope["make"](**names)
-    if arguments.defaults:
-        made.__defaults__ = original.__defaults__
-    if made.__kwdefaults__:
-        made.__kwdefaults__ = original.__kwdefaults__
+    made: Callable[..., Any] = scope["make"](**names)
     made.__module__, made.__qualname__ = original.__module__, original.__qualname__
-    return cast(Callable[..., Any], made)
+    return made
