@@ -55,7 +55,20 @@ def test_largest_batch(terms, memory, expected):
     assert found == expected
     assert peak == (peak_of(found) if found else None)
     assert expected + 1 in asked or expected == 1 << 20  # the size above was asked, and does not fit
-    assert len(asked) <= 30 and max(asked) <= max(8 * expected, 1)
+
+
+@pytest.mark.parametrize(
+    ("terms", "memory", "expected", "most", "largest"),
+    [
+        pytest.param([(300, 1), (100, 10)], 100_000, 9990, 12, 1 << 15, id="a-line"),
+        pytest.param([(300, 1), (-100_000, 100)], 1_200, 900, 16, 1 << 12, id="a-kink"),
+        pytest.param([(62_000, 0), (50_000, 6_000)], 74_000, 4, 8, 16, id="small-sizes-take-the-same"),
+    ],
+)
+def test_the_search_is_short_and_does_not_leap_far_beyond(terms, memory, expected, most, largest):
+    peak_of, asked = peaks(*terms)
+    assert anatomy.largest_batch(peak_of, memory)[0] == expected
+    assert len(asked) <= most and max(asked) <= largest
 
 
 @pytest.mark.slow

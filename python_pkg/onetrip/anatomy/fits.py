@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any
 
 from .models import UsageError
@@ -50,11 +48,23 @@ def memory_size(text: str) -> int:
 def largest_batch(peak_of: Callable[[int], int], memory: int) -> tuple[int, int | None]:
     """(The largest batch size whose peak is at most memory, that peak), (0, None) where there is none.
 
-    A peak never falls with the batch size. The answer and the size above it have both been asked.
+    A peak never falls, and is linear in the batch size over wide stretches: between a size that fits and one that does
+    not, a line through both tells where to look. Every other time the middle is tried: a line from below a kink can
+    creep. The answer and the size above it have both been asked.
     """
-    peak_of = cache(peak_of)
+    peaks: dict[int, int] = {}
+
+    def fits(batch: int) -> bool:
+        peaks[batch] = peak_of(batch)
+        return peaks[batch] <= memory
+
     low, high = 0, 1
-    while high < _LARGEST_BATCH and peak_of(high) <= memory:
+    while low < _LARGEST_BATCH and fits(high):
         low, high = high, min(8 * high, _LARGEST_BATCH)
-    found = low + bisect_right(range(low + 1, high + 1), memory, key=peak_of)
-    return found, peak_of(found) if found else None
+    by_middle = False
+    while high - low > 1:
+        on_line = low + (memory - peaks[low]) * (high - low) // (peaks[high] - peaks[low])
+        guess = (low + high) // 2 if by_middle else max(on_line, low + 1)
+        by_middle = not by_middle
+        low, high = (guess, high) if fits(guess) else (low, guess)
+    return low, peaks.get(low)
