@@ -8,10 +8,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import onetrip.patching.model
 import pytest
 import torch
 from onetrip.patching import patch_model, patched, unpatch_model
 from onetrip.patching.calls import is_plain
+from onetrip.patching.classes import set_class
 from patching_cases import WIDTH, ZOO, Model, Tail, build, classes
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -123,15 +125,17 @@ def test_context_manager_keeps_what_was_patched_before(model: Model) -> None:
     assert classes(model) == before
 
 
-def test_an_error_while_patching_undoes_the_sites_so_far(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onetrip.patching import classify
-
+def test_an_error_while_patching_undoes_the_sites_of_that_call(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_model(model, patterns=["layer_norm"])
     before = classes(model)
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(module: nn.Module, cls: type) -> None:
+        monkeypatch.undo()
+        set_class(module, cls)
+        assert classes(model) != before
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(classify, "could_be_norm", interrupted)
+    monkeypatch.setattr(onetrip.patching.model, "set_class", interrupted)
     with pytest.raises(KeyboardInterrupt):
         patch_model(model)
     assert classes(model) == before

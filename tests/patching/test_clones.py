@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -150,18 +150,32 @@ def test_a_norm_that_keeps_state_is_not_probed_in_place(value: Any) -> None:
         assert vars(value) == vars(before) if isinstance(value, Holder) else value == before
 
 
+class Seen(NamedTuple):
+    shapes: list[torch.Size]
+    width: int
+
+
 class ShapedNorm(nn.Module):
     """As diffusers' RMSNorm: it keeps its shape as a torch.Size."""
 
-    def __init__(self) -> None:
+    def __init__(self, **state: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(N))
         self.dim = torch.Size((N,))
+        vars(self).update(state)
 
     def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "seen"):
+            self.seen[0].append(x.shape)
         return F.rms_norm(x, self.dim, self.weight, 1e-6)
 
 
 def test_a_norm_with_a_shape_among_its_attributes() -> None:
     (site,) = patch_model(nn.Sequential(ShapedNorm())).patched
     assert site.pattern == "rms_norm"
+
+
+@pytest.mark.parametrize("seen", [Seen([], N), ([], N)], ids=["named tuple", "tuple"])
+def test_a_list_in_a_tuple_is_not_changed_by_probes(seen: Any) -> None:
+    (site,) = patch_model(nn.Sequential(ShapedNorm(seen=seen))).skipped
+    assert site.detail == "its forward changes the module" and seen[0] == []

@@ -69,7 +69,7 @@ def own_state(module: nn.Module) -> dict[str, Any]:
 def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """A copy of an attribute, recursively, so that a forward can change it in place.
 
-    Shares modules, functions, tuples of classes (torch.Size), and objects that cannot be copied (locks, process
+    Shares modules, functions, tuples of other classes (torch.Size), and objects that cannot be copied (locks, process
     groups).
     """
     memo = {} if memo is None else memo
@@ -79,7 +79,8 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
         if isinstance(value, Tensor):
             return memo.setdefault(id(value), value.detach().clone())
         if isinstance(value, tuple):
-            return tuple(own_copy(each, memo) for each in value) if type(value) is tuple else value
+            make = tuple if type(value) is tuple else getattr(value, "_make", None)  # of a NamedTuple
+            return value if make is None else make(own_copy(each, memo) for each in value)
         try:
             copied = memo[id(value)] = copy.copy(value)
         except Exception:  # raised by its class

@@ -121,8 +121,9 @@ def test_what_others_may_read_is_copied(name: str) -> None:
     assert not patch_model(written(Parts, body, globals(), "x, store=None")(), patterns=ONLY).patched
 
 
+@pytest.mark.parametrize("name", ["own", "sdpa"])
 @pytest.mark.parametrize("decorate", [lambda own: own, functools.wraps(ALL_ATTENTION_FUNCTIONS["sdpa"])])
-def test_other_functions_are_given_copies(x: Tensor, decorate: Any) -> None:
+def test_other_functions_are_given_copies(x: Tensor, decorate: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function of a user's may need rows one after another."""
     model, strides = Attention(), []
 
@@ -132,14 +133,12 @@ def test_other_functions_are_given_copies(x: Tensor, decorate: Any) -> None:
         return eager(module, query, key, value, mask, **options)
 
     patch_model(model, patterns=ONLY)
-    ALL_ATTENTION_FUNCTIONS["own"] = own
-    try:
-        model.config._attn_implementation = "own"
-        model(x)
-        assert not patch_model(Attention("own"), patterns=ONLY).patched
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["own"]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, own)
+    model.config._attn_implementation = name
+    model(x)
+    assert not patch_model(Attention(name), patterns=ONLY).patched
     assert strides == [True] * 3
+    monkeypatch.undo()
     assert not patch_model(Attention("eager"), patterns=ONLY).patched
     report = patch_model(Attention(), attention=False)
     assert "attention_heads" not in {site.pattern for site in report.patched}

@@ -119,7 +119,7 @@ def use_gpu_independent_sums(enabled: bool = True) -> None:
 def use_backend(name: str) -> Iterator[None]:
     """Use this backend inside the with block (this thread or task); an eager backward follows its forward; a traced
     or compiled one chooses when it runs. What a backward called in the block computes again on a GPU (a checkpoint)
-    uses it too: there the block that was entered last in any thread."""
+    uses it too: there the block that was entered last in any thread, also where this one has none."""
     token = _local_choice.set(_checked("use_backend", name))
     _open[id(token)] = name
     try:

@@ -35,8 +35,6 @@ from .verify import verify_attention, verify_mask
 IMPLEMENTATION = "onetrip"
 """The name under which register_attention registers."""
 
-_BY_STRIDES = ("sdpa", "flash_attention_2", "flash_attention_3")
-
 SDPA = """\
 def attention(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, position_bias=None, **kwargs
@@ -244,8 +242,11 @@ def is_question(node: ast.AST, names: dict[str, Any]) -> bool:
 
 
 def reads_strides(module: nn.Module) -> bool:
-    """Whether the attention function that the module calls now reads views as fast as copies."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) in _BY_STRIDES
+    """Whether the attention function that the module calls now is transformers' for a library (SDPA, FlashAttention),
+    which reads views as fast as copies. A user's own may need rows one after another, whatever its name."""
+    interface = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    function = interface.get(getattr(getattr(module, "config", None), "_attn_implementation", None))
+    return function is not None and _is_for_a_library(function)
 
 
 def attention_functions(forward: Forward) -> set[str]:
