@@ -244,12 +244,6 @@ def print_listing(found: dict[str, Any]) -> None:
     terminal.show([of_suites, Table(title, heads, providers)])
 
 
-_FULL_CASE, _WIDTH_CASE = 6.0, 1.0
-"""How long a case with all its passes and providers takes against one of a series of widths."""
-_SPEED_OF_LAST_S = 3600.0
-"""The rest is estimated from what the last cases took."""
-
-
 @dataclass
 class Found:
     results: Results
@@ -260,7 +254,8 @@ class Found:
 
 
 def _weight(case: Named) -> float:
-    return _FULL_CASE if getattr(case, "full", True) else _WIDTH_CASE
+    """How long a case takes: with all passes and providers six times as long as one of a series of widths."""
+    return 6.0 if getattr(case, "full", True) else 1.0
 
 
 def _measure(suite: str, case: Named, session: Session, store: Store, say: Callable[[str], None]) -> str:
@@ -317,7 +312,7 @@ def run(
     console = Console(file=sys.stderr)
     has_bar = console.is_terminal and not silent
     columns = (*map(TextColumn, ("{task.description}", "{task.fields[words]}")), BarColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, disable=not has_bar, speed_estimate_period=_SPEED_OF_LAST_S)
+    bar = Progress(*columns, console=console, disable=not has_bar, speed_estimate_period=3600.0)
     task = bar.add_task("", total=sum(_weight(case) for _, case in cases), words="")
 
     def say(line: str) -> None:

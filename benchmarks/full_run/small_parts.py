@@ -45,7 +45,8 @@ def environment(output: Path, device: torch.device) -> int:
         "packages": dict(sorted(distributions.items())),
         "torch_config": torch.__config__.show(),
     }
-    print(f"wrote {html.write(output / 'environment.json', json.dumps(found, indent=1) + chr(10))}")
+    path = html.write(output / "environment.json", json.dumps(found, indent=1) + "\n")
+    print(f"wrote {path}")
     return 0
 
 

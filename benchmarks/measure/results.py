@@ -198,6 +198,7 @@ class Store:
                 f"--resume: {path} was measured with another {', '.join(different)}: name another folder, or leave "
                 "out --resume to replace it"
             )
+        path.rename(path.with_name(suite + PARTIAL))  # the run goes on: no whole file, which would be read
         return content
 
     def _content(self, suite: str) -> dict[str, Any]:

@@ -36,7 +36,6 @@ def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
     )
     machines = []
     for name, results in recorded.items():
-        # Left by `onetrip methods --output`.
         trained = {path.stem: json.loads(path.read_text()) for path in sorted((folder / name).glob("methods*.json"))}
         shown = [*every(results), *(table for result in trained.values() for table in methods.tables(result))]
         machine = {"id": name, "provenance": provenance({**results, **trained}), "figures": [*plots.drawings(results)]}

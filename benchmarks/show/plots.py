@@ -177,21 +177,19 @@ def drawings(results: Results) -> Iterator[Drawing]:
     """The figures of one machine's results: curves, and speed-ups by colour. A number or two of a provider stand in
     tables."""
     for (operator, dtype), members in width_series(of_every_width(results)).items():
-        if dtype == "fp32":
-            yield Drawing(
-                "widths",
-                f"width-{operator}-{dtype}",
-                f"{operator}, {dtype}: bandwidth against width",
-                partial(widths, members),
-                "GB/s: the least bytes that the pass must move over its median time; bands: 20th to 80th percentile. "
-                "Dashed: what a copy of a tensor of that size reached in the same rounds.",
-            )
+        yield Drawing(
+            "widths",
+            f"width-{operator}-{dtype}",
+            f"{operator}, {dtype}: bandwidth against width",
+            partial(widths, members),
+            "GB/s: the least bytes that the pass must move over its median time; bands: 20th to 80th percentile. "
+            "Dashed: what a copy of a tensor of that size reached in the same rounds.",
+        )
     faster = "torch eager's median over onetrip's: above 1 onetrip is faster (blue), below 1 slower (red)."
     bound = "The largest update of every gradient stream; dotted: the bound of exact Adam"
     loss = "Training loss with each optimizer, mean and range of the seeds"
     if operators := cases_of(results, *OPERATOR_SUITES):
-        title = "How many times faster than torch eager"
-        yield Drawing("speed-ups", "speed_up", title, partial(speed_ups, operators), faster)
+        yield Drawing("speed-ups", "speed_up", "Times faster than torch eager", partial(speed_ups, operators), faster)
     if found := cases_of(results, "adam_streams"):
         yield Drawing("optimizers", "adam_streams", bound, partial(streams, found))
     if found := cases_of(results, "adam_training"):

@@ -214,7 +214,6 @@ class Trainer:
     def memory(self) -> dict[str, int]:
         saved = saved_bytes(self.forward, excluded=self.parameters)
         peak = peak_bytes(self.step, self._device)
-        # Weights, buffers and optimizer states.
         held = storage_bytes([*self.parameters, *self.model.buffers()]) + optimizer_state_bytes(self.optimizer)
         return {"saved_bytes": saved, "peak_bytes": peak, "held_bytes": held, "training_bytes": held + peak}
 

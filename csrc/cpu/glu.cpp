@@ -170,7 +170,7 @@ enum class With { kNothing, kUp, kPairs, kBias };
 constexpr bool has_up(With with) { return with == With::kUp || with == With::kPairs; }
 
 template <With kWith>
-using Comes = std::integral_constant<With, kWith>;
+using Chosen = std::integral_constant<With, kWith>;
 
 // Calls body with a value of the type of the activation, what gate comes with, and whether there is dropout, the last
 // two as constants. Dropout alone counts as kBias with a null bias: its draws hide the test for it, and kernels are
@@ -181,12 +181,12 @@ auto with_formula(const Args& args, bool has_bias, Body body) {
     return args.dropout.threshold ? body(act, with, std::true_type{}) : body(act, with, std::false_type{});
   };
   if (args.activation == Activation::kClampedSilu)
-    return args.clamped.interleaved ? with_dropout(ClampedSilu{}, Comes<With::kPairs>{})
-                                    : with_dropout(ClampedSilu{}, Comes<With::kUp>{});
+    return args.clamped.interleaved ? with_dropout(ClampedSilu{}, Chosen<With::kPairs>{})
+                                    : with_dropout(ClampedSilu{}, Chosen<With::kUp>{});
   return with_activation(args.activation, [&](auto act) {
-    if (args.up) return with_dropout(act, Comes<With::kUp>{});
-    if (has_bias || args.dropout.threshold) return with_dropout(act, Comes<With::kBias>{});
-    return body(act, Comes<With::kNothing>{}, std::false_type{});
+    if (args.up) return with_dropout(act, Chosen<With::kUp>{});
+    if (has_bias || args.dropout.threshold) return with_dropout(act, Chosen<With::kBias>{});
+    return body(act, Chosen<With::kNothing>{}, std::false_type{});
   });
 }
 

@@ -112,6 +112,7 @@ def _rotate_head(
 
 _STRIDES = [f"{name}_{of}_stride" for name in ("q", "k", "q_out", "k_out") for of in ("batch", "head", "position")]
 _TABLE_STRIDES = [f"{name}_{of}_stride" for name in ("cos", "sin") for of in ("batch", "position")]
+"""The kernel's arguments of these names, in the order in which the launch has their values."""
 
 
 @kernel

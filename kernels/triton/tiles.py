@@ -1,10 +1,10 @@
 """Tiles of matrices: their sizes, and what Triton is told of alignment. Shared by the families of kernels.
 
-Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs
-contiguous. A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor
-argument removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride, and matrices
-start at multiples of 16 bytes where it is not 1: Triton then emits 16-byte accesses. Row numbers are int64: row *
-stride passes 2^31 on long batches. Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
+Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs contiguous. A
+program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor argument
+removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride, and matrices start at
+multiples of 16 bytes where it is not 1: Triton then emits 16-byte accesses. Row numbers are int64: row * stride passes
+2^31 on long batches. Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
 """
 
 from __future__ import annotations

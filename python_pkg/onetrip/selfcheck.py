@@ -95,14 +95,14 @@ class Kernel:
         unfused = partial(self.unfused, keep)
         truth = gradients(torch.float64, unfused)
         ours = gradients(None, self.fused)
-        torchs = truth
+        baselines = truth
         # Where torch lacks an operation for these dtypes on this device, exact values are the baseline: a stricter
         # bound.
         with suppress(RuntimeError):
-            torchs = gradients(None, unfused)
+            baselines = gradients(None, unfused)
         if len(ours) != len(truth):
             raise RuntimeError(f"{len(ours) - 1} gradients came back, {len(truth) - 1} were expected")
-        for index, (exact, got, baseline) in enumerate(zip(truth, ours, torchs, strict=True)):
+        for index, (exact, got, baseline) in enumerate(zip(truth, ours, baselines, strict=True)):
             unit = torch.finfo(got.dtype).eps * float(exact.abs().max())
             allowed = 2 * float((baseline.double() - exact).abs().max()) + _ULPS[got.dtype] * unit
             yield "backward" if index else "forward", float((got.double() - exact).abs().max()), allowed

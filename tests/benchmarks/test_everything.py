@@ -146,6 +146,12 @@ except KeyboardInterrupt:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_failures_are_what_parts_pytest_and_doctor_print(run, tmp_path):
+    printed = "FAILED a.py::one\nERROR b.py - broken\n✗ kernel two\nERROR    torch:file.py:1 logged\n ERROR quoted"
+    run(fake("bad", exits(1, printed)))
+    assert state(tmp_path)["parts"]["bad"]["failures"] == ["a.py::one", "b.py - broken", "kernel two"]
+
+
 def test_what_failed_comes_behind_what_has_not_run(run, tmp_path):
     bad = fake("bad", f"{COUNT}; {exits(1)}")
     run(bad)

@@ -89,6 +89,18 @@ def test_continuing_keeps_what_was_not_asked_for_this_time(tmp_path: Path) -> No
     assert cases(tmp_path / "test/softmax.json") == ["y", "z", "a"]
 
 
+def test_what_continued_a_whole_record_and_was_cut_is_read(tmp_path: Path) -> None:
+    """Parts of a full run add to one file, one after the other."""
+    first = Store(tmp_path, HEADER, {"softmax": ["a"]})
+    first.add("softmax", record("a"))
+    first.finish()
+    cut = Store(tmp_path, LATER, {"softmax": ["b", "c"]})
+    cut.resume()
+    cut.add("softmax", record("b"))
+    (softmax,) = results.read(tmp_path)["test"].values()
+    assert [case["case"] for case in softmax["cases"]] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

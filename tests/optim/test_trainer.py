@@ -98,6 +98,17 @@ def test_embeddings_in_32_bits(tmp_path):
     assert all(group["weight_decay"] in (0.0, 0.1) for group in own.param_groups)
 
 
+@pytest.mark.parametrize("of", [lambda model: [{"params": model.parameters()}], lambda model: model.parameters()])
+def test_embeddings_are_found_in_groups_of_any_kind(tmp_path, of):
+    """As a create_optimizer of one's own may give them."""
+    model = trainer(tmp_path).model
+    cls, options = trainer_optimizer(arguments(tmp_path), embeddings_32bit=True, model=model)
+    own = cls(of(model), **options)
+    assert {p.shape for group in own.param_groups if group["optim_bits"] == 32 for p in group["params"]} == {
+        m.weight.shape for m in model.modules() if isinstance(m, nn.Embedding)
+    }
+
+
 @pytest.mark.promise("C1")
 @pytest.mark.parametrize("embeddings_32bit", [False, True], ids=["8-bit", "embeddings-32-bit"])
 def test_resuming_with_trainer_is_training_on(tmp_path, embeddings_32bit):

@@ -104,7 +104,7 @@ class Options:
         """
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() or not self.runs else "cpu")
-        if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", self.device):
+        if not re.fullmatch(r"cpu(:0)?|cuda(:(0|[1-9]\d?))?", str(self.device), re.ASCII):
             raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}")
         device = torch.device(self.device)
         if not self.runs:

@@ -139,10 +139,10 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return _kilobytes("/proc/meminfo", "MemAvailable:")
+    return _bytes_of("/proc/meminfo", "MemAvailable:")
 
 
-def _kilobytes(path: str, field: str) -> int | None:
+def _bytes_of(path: str, field: str) -> int | None:
     """Bytes of a field of one of Linux' files; None where there is none."""
     with suppress(OSError), open(path) as file:
         return next((1024 * int(line.split()[1]) for line in file if line.startswith(field)), None)
@@ -157,7 +157,7 @@ def at_most_more(n_bytes: int | None) -> Iterator[None]:
     stacks count, and OpenMP aborts a process that cannot have them: torch's threads are started first.
     """
     torch.zeros(1 << 20, device="cpu").sum()
-    held = _kilobytes("/proc/self/status", "VmData:")
+    held = _bytes_of("/proc/self/status", "VmData:")
     if n_bytes is None or held is None:
         yield
         return

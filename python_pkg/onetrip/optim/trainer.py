@@ -16,9 +16,11 @@ class _EmbeddingsIn32Bit(AdamW8bit):
     def __init__(self, params: Any, *, embeddings: list[Tensor], **arguments: Any) -> None:
         of_embeddings = {id(p) for p in embeddings}
         groups = []
-        for group in params:  # of Trainer
-            rest = [p for p in group["params"] if id(p) not in of_embeddings]
-            inside = [p for p in group["params"] if id(p) in of_embeddings]
+        for given in params:
+            group = given if isinstance(given, dict) else {"params": [given]}
+            members = list(group["params"])
+            rest = [p for p in members if id(p) not in of_embeddings]
+            inside = [p for p in members if id(p) in of_embeddings]
             if rest or not inside:
                 groups.append({**group, "params": rest})
             if inside:

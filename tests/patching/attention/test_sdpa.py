@@ -9,8 +9,8 @@ import pytest
 import torch
 from onetrip.measure import saved_bytes
 from onetrip.patching import patch_model
-from onetrip.patching.attention.eager import EagerFunction
-from onetrip.patching.attention.interface import SDPA
+from onetrip.patching.attention.eager import EagerFunction, fused_function
+from onetrip.patching.attention.interface import SDPA, sdpa_function
 from patching_cases import T5, compiles_transformers, tiny_model
 from torch import Tensor, nn
 
@@ -200,3 +200,16 @@ def test_causal_without_a_mask_is_traced() -> None:
 
     query = torch.randn(2, 3, 5, 8)
     torch.testing.assert_close(torch.jit.trace(causal, torch.randn(1, 3, 5, 8))(query), causal(query))
+
+
+def test_an_sdpa_without_a_position_bias_keeps_its_defaults() -> None:
+    """That of transformers 4: GPT-2 passes no scaling."""
+
+    def sdpa_attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None):  # type: ignore[no-untyped-def]
+        raise AssertionError("not fused")
+
+    query, key, value = torch.randn(3, 2, 4, 5, 8, requires_grad=True)
+    fused = fused_function(sdpa_function(sdpa_attention_forward))
+    output, _ = fused(nn.Identity(), query, key, value, None)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(output, expected.transpose(1, 2))

@@ -78,6 +78,7 @@ LEFT = {
     "in another order": "k = p[..., n:]; q = p[..., :n]; y = q + k",
     "incomplete": "q = p[..., :n]; k = p[..., n:m]; y = torch.cat((q, k), -1)",
     "the same twice": "q = p[..., :n]; q = p[..., :n]; k = p[..., n:]; y = q + k",
+    "begun again": "q = p[..., :n]; k = p[..., n:]; t = p[..., :m]; r = p[..., m:]; y = torch.cat((q, k, t, r), -1)",
     "whole": "q = p[..., :]; y = q",
     "strided": "q = p[..., :n:2]; k = p[..., n::2]; y = q + k",
     "another dimension": "q = p[:, :n]; k = p[:, n:]; y = torch.cat((k, q), 1)",

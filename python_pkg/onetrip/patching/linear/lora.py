@@ -185,7 +185,7 @@ def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAd
     parts: list[Any] = [] if found is None else [*found[1].values()]
     if not parts or not all(isinstance(each, ast.Name) for each in parts):
         return None
-    up, down, dropout, x, scaling = parts
+    up, down, dropout, x, scaling = parts  # in the order of the pattern
     parameters = {each.arg for each in forward.tree.args.args[1:]}
     if up.id not in containers or down.id not in containers or x.id not in parameters:
         return None
