@@ -169,3 +169,12 @@ def test_what_cannot_be_imported_is_named(name, monkeypatch):
     said = "anatomy needs transformers: pip" if name == "transformers" else "cannot be imported: no tokenizers here$"
     with pytest.raises(anatomy.UsageError, match=said):
         anatomy.load_model("tiny-bert")
+
+
+def test_devices_are_named_as_torch_names_them():
+    for device in ("cpu", "cpu:0", torch.device("cpu")):
+        assert anatomy.Options("bert-base", device=device).torch_device().type == "cpu"
+    assert anatomy.Options("bert-base", device="cuda:12", predict_only=True).torch_device().type == "cuda"
+    for device in ("tpu", "cpu:1", "cuda:", "cuda:00", "cuda:-1"):
+        with pytest.raises(anatomy.UsageError, match="--device must be auto, cpu, cuda or cuda:N, got"):
+            anatomy.Options("bert-base", device=device).torch_device()

@@ -74,7 +74,8 @@ class EagerFunction:
 
     function: Callable[..., Any]
     source: str
-    """`def attention(...)` with the original's parameters, and defaults by their names. compile supplies the names that end in _."""
+    """`def attention(...)` with the original's parameters, and maybe more: a default is the original's of that name.
+    compile supplies the names that end in _."""
     layers: frozenset[str]
     """Which of LAYERS it has; without "mask" it ignores its mask."""
     is_sdpa: bool = False
