@@ -107,6 +107,20 @@ def test_a_save_that_is_killed_leaves_the_old_file_or_the_new(tmp_path):
     assert old > 20 and new > 5
 
 
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    optimizer, path = trained(), tmp_path / "optimizer.safetensors"
+    optimizer.save_safetensors(path)
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        optimizer.save_safetensors(path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+
+
 def test_other_files_are_refused(tmp_path):
     optimizer = trained()
     for data in (b"", b"12345678", (2**63).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[]", b"\xff" * 64):

@@ -173,6 +173,7 @@ FORWARDS = {
     "no product": ([FILL], ["context = weights * values"], False),
     "another function": ([FILL], [PRODUCT.replace("bmm", "baddbmm")], False),
     "the weights' name": ([FILL], [PRODUCT.replace("context", "weights"), "context = weights"], False),
+    "values of the weights": ([FILL], [PRODUCT.replace("values", "values * weights.sum()")], False),
     "weights on the right": ([FILL], ["context = values @ weights"], False),
     "other views": ([FILL], [PRODUCT.replace("-1, weights.size(-2)", "-1, 3")], False),
     "other rows": ([FILL], [PRODUCT.replace("view", "expand")], False),

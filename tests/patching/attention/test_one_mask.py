@@ -309,3 +309,8 @@ def test_on_a_gpu(name: str, dtype: torch.dtype, n_tokens: int, made: list[int])
         assert_agree(loss_outcome(model, inputs), expected, relative=1e-2 if dtype == torch.bfloat16 else 1e-5)
     if torch.version.cuda:  # the simulated GPU's SDPA keeps no mask
         assert len(made) == 1
+
+
+def test_models_in_float64_keep_their_masks() -> None:
+    report = patch_model(sdpa("bert").double(), patterns=PATTERN)
+    assert not report.patched
