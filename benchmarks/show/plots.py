@@ -189,7 +189,8 @@ def drawings(results: Results) -> Iterator[Drawing]:
     bound = "The largest update of every gradient stream; dotted: the bound of exact Adam"
     loss = "Training loss with each optimizer, mean and range of the seeds"
     if operators := cases_of(results, *OPERATOR_SUITES):
-        yield Drawing("speed-ups", "speed_up", "Times faster than torch eager", partial(speed_ups, operators), faster)
+        title = "How many times faster than torch eager"
+        yield Drawing("speed-ups", "speed_up", title, partial(speed_ups, operators), faster)
     if found := cases_of(results, "adam_streams"):
         yield Drawing("optimizers", "adam_streams", bound, partial(streams, found))
     if found := cases_of(results, "adam_training"):
