@@ -215,3 +215,29 @@ def test_replicas_of_data_parallel() -> None:
                 setattr(replica, name, None if parameter is None else parameter.clone())
         ids = token_ids(seed=seed)
         torch.testing.assert_close(copies[model](ids).logits, expected(ids).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_saved_tensors_offloaded_to_the_cpu() -> None:
+    model, expected = gpt2().train(), gpt2().train()
+    patch_model(model)
+    step(model)
+    with torch.autograd.graph.save_on_cpu():
+        for seed in range(3):
+            assert_agree(step(model, seed), step(expected, seed))
+
+
+def test_grad_scaler_steps_and_skips() -> None:
+    """Scaled losses, a step skipped for a gradient of infinity, and the weights after it."""
+    models = [gpt2().train(), gpt2().train()]
+    patch_model(models[0])
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss = model(input_ids=token_ids(seed=seed), labels=token_ids(seed=seed)).loss
+            scaler.scale(loss * float("inf") if seed == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0
+    assert_agree(*(dict(model.named_parameters()) for model in models))
