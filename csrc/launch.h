@@ -131,7 +131,7 @@ struct Rotary {
 };
 
 // kClampedSilu: silu with the numbers of ClampedGlu, of a gate with up.
-enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3, kRelu = 4, kClampedSilu = 5 };
+enum class Activation : int32_t { kSilu, kGelu, kGeluTanh, kRelu2, kRelu, kQuickGelu, kClampedSilu };
 
 // g = min(gate, limit);  y = g / (1 + e^(-alpha g)) * (clamp(up, -limit, limit) + up_offset)
 struct ClampedGlu {

@@ -179,6 +179,20 @@ struct Relu {
   static ONETRIP_INLINE Activated with_slope(F x) { return {value<float>(x), (F)((U)splat(1.0f) & ~(U)(x <= 0.0f))}; }
 };
 
+// x / (1 + e^(-1.702 x)) (Hendrycks & Gimpel 2016).
+struct QuickGelu {
+  static constexpr float kAlpha = 1.702f;
+  template <class T>
+  static ONETRIP_INLINE F value(F x) {
+    return x * logistic<T>(x * kAlpha).value;
+  }
+  static ONETRIP_INLINE Activated with_slope(F x) {
+    const Logistic s = logistic(x * kAlpha);
+    const F y = x * s.value;
+    return {y, mul_add(y * s.complement, splat(kAlpha), s.value)};  // finite where x * kAlpha overflows
+  }
+};
+
 // Calls body with a value of the type of the activation.
 template <class Body>
 ONETRIP_INLINE auto with_activation(Activation activation, Body body) {
@@ -191,6 +205,8 @@ ONETRIP_INLINE auto with_activation(Activation activation, Body body) {
       return body(Relu2{});
     case Activation::kRelu:
       return body(Relu{});
+    case Activation::kQuickGelu:
+      return body(QuickGelu{});
     default:
       return body(Silu{});
   }

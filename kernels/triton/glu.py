@@ -77,7 +77,7 @@ def _common(plan: GluPlan, draws: bool, n_cols: int, block: Tile) -> dict[str, A
         **dropout_arguments(plan.dropout_p if draws else 0.0, n_cols),
         "keep_scale": dropout_scale(plan.dropout_p),
         "limit": limit,
-        "alpha": plan.alpha,
+        "alpha": plan.sigmoid_alpha,
         "up_offset": plan.up_offset,
         "ACTIVATION": ACTIVATIONS.index(plan.activation),
         "CLAMPED": plan.has_numbers,

@@ -90,8 +90,9 @@ def _store_pairs(
 
 @triton.jit
 def _activated(x, alpha, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, IS_FLOAT32: tl.constexpr):
-    """act(x) and its derivative; what a kernel does not use is not compiled. alpha: where CLAMPED, of silu."""
-    if CLAMPED:
+    """act(x) and its derivative; what a kernel does not use is not compiled. alpha: of x sigmoid(alpha x), which is
+    silu where CLAMPED, and quick_gelu."""
+    if CLAMPED or ACTIVATION == 5:  # quick_gelu
         value, complement = _logistic(alpha * x)
         y = x * value
         slope = value + alpha * (y * complement)  # finite where alpha * x overflows

@@ -106,7 +106,7 @@ int main() {
     for (int64_t n_rows : {1, 5, 33})
       for (DType dtype : {f, b}) {
         for (Form form : forms)
-          for (int activation = 0; activation < 5; ++activation)
+          for (int activation = 0; activation < 6; ++activation)
             cases.push_back({n_rows, n_cols, dtype, Activation(activation), form, false, activation % 2 * 0.25});
         for (Form form : {Form::kGlu, Form::kPacked, Form::kUpNotWanted, Form::kPairs})
           for (double dropped : {0.0, 0.25})

@@ -41,8 +41,8 @@ def glu(
     """dropout(act(gate) * up), element by element: SwiGLU with silu, GEGLU with gelu or gelu_tanh (Shazeer 2020).
 
     gate, up: one shape, rank 1 and up; float32, float16, bfloat16 or float64, any strides: halves of one tensor
-    (x.chunk(2, -1)) are read in place. activation: "silu", "gelu" (exact, by erf), "gelu_tanh", "relu2" (relu(x)^2) or
-    "relu".
+    (x.chunk(2, -1)) are read in place. activation: "silu", "gelu" (exact, by erf), "gelu_tanh", "relu2" (relu(x)^2),
+    "relu" or "quick_gelu" (x sigmoid(1.702 x), CLIP).
     limit, alpha, up_offset: for "silu" only, the SwiGLU of gpt-oss (1.702, 1.0 and limit 7.0;
     OpenAI 2025) and of DeepSeek-V4 (limit alone): dropout(g * sigmoid(alpha * g) * (u + up_offset)), g = min(gate,
     limit), u = clamp(up, -limit, limit). limit None or infinite: no bounds. Gradients as torch.clamp's: 0 beyond the

@@ -16,8 +16,8 @@ from torch import Tensor
 from . import accumulator_dtype
 from .philox import Rng, dropout
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "relu")
-"""gelu is exact, by erf; relu2 is relu(x)^2."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "relu", "quick_gelu")
+"""gelu is exact, by erf; relu2 is relu(x)^2; quick_gelu is x sigmoid(1.702 x)."""
 
 _TANH_LINEAR, _TANH_CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715
 
@@ -40,6 +40,11 @@ class GluPlan(NamedTuple):
     def has_numbers(self) -> bool:
         """Whether limit, alpha or up_offset is given."""
         return self.limit is not None or self.alpha != 1.0 or self.up_offset != 0.0
+
+    @property
+    def sigmoid_alpha(self) -> float:
+        """alpha of the activations x sigmoid(alpha x)."""
+        return 1.702 if self.activation == "quick_gelu" else self.alpha
 
 
 class Operands(NamedTuple):
@@ -95,8 +100,9 @@ def _bounded(x: Tensor, up: Tensor | None, plan: GluPlan) -> tuple[Tensor, Tenso
     return x, up if up is None or plan.up_offset == 0.0 else up + plan.up_offset
 
 
-def _activation(x: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
-    if activation == "silu":
+def _activation(x: Tensor, plan: GluPlan) -> Tensor:
+    activation, alpha = plan.activation, plan.sigmoid_alpha
+    if activation in ("silu", "quick_gelu"):
         return x * torch.sigmoid(x if alpha == 1.0 else alpha * x)
     if activation == "gelu":
         return 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5))
@@ -105,9 +111,10 @@ def _activation(x: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
     return torch.relu(x) if activation == "relu" else torch.relu(x).square()
 
 
-def _slope(x: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
+def _slope(x: Tensor, plan: GluPlan) -> Tensor:
     """The activation's derivative."""
-    if activation == "silu":
+    activation, alpha = plan.activation, plan.sigmoid_alpha
+    if activation in ("silu", "quick_gelu"):
         scaled = x if alpha == 1.0 else alpha * x
         value = torch.sigmoid(scaled)
         return value + alpha * (x * value * torch.sigmoid(-scaled))  # finite where alpha * x overflows
@@ -131,7 +138,7 @@ def reads_result(plan: GluPlan, operands: OperandTuple) -> bool:
 def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor:
     """Returns y, of gate's dtype. rng: (seed, offset) of the dropout."""
     x, up = _bounded(*_operands(operands, plan), plan)
-    y = _activation(x, plan.activation, plan.alpha)
+    y = _activation(x, plan)
     return dropout(y if up is None else y * up, plan.dropout_p, rng).to(operands.gate.dtype)
 
 
@@ -146,12 +153,12 @@ def backward(
         gate, factor = _operands(operands, plan)
     x, up = _bounded(gate, factor, plan)
     gradient = dropout(dy.to(x.dtype), plan.dropout_p, rng)
-    dup = gradient * _activation(x, plan.activation, plan.alpha) if up is not None else None
+    dup = gradient * _activation(x, plan) if up is not None else None
     dx = gradient if up is None else gradient * up
     if plan.activation == "relu":  # where x is NaN the gradient passes, as in torch
         dx = torch.where(x <= 0.0, torch.zeros_like(dx), dx)
     else:
-        dx = dx * _slope(x, plan.activation, plan.alpha)
+        dx = dx * _slope(x, plan)
     if plan.limit is not None and factor is not None and dup is not None:  # as torch.clamp's, also of NaN
         dx = torch.where(gate <= plan.limit, dx, torch.zeros_like(dx))
         dup = torch.where(factor.abs() <= plan.limit, dup, torch.zeros_like(dup))

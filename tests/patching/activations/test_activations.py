@@ -29,6 +29,13 @@ class ReluSquared(nn.Module):
         return torch.square(functional.relu(x))
 
 
+class QuickGelu(nn.Module):
+    """As CLIP's: three operators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
 class Mlp(nn.Module):
     """Parts of the forwards below."""
 
@@ -114,6 +121,7 @@ FUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "gelu_tanh",
     ),
     "dense (BERT)": (Dense, "bias_activation", "gelu"),
+    "quick": (lambda: mlp("return self.down(self.act(self.gate(x)))", QuickGelu), "bias_activation", "quick_gelu"),
     "nested": (lambda: mlp("return self.down(self.act(self.gate(x)))", ReluSquared), "bias_activation", "relu2"),
     "after no linear layer (GPT-2)": (
         lambda: mlp("h = self.act(x.tanh()); return self.down(h)", TanhGelu), "bias_activation", "gelu_tanh"

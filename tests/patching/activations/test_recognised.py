@@ -59,6 +59,7 @@ def test_transformers_activations_are_recognised_by_what_they_compute() -> None:
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_python_tanh": "gelu_tanh",
         "gelu_accurate": "gelu_tanh",
+        "quick_gelu": "quick_gelu",
         "relu": "relu",
         "relu2": "relu2",
         "silu": "silu",

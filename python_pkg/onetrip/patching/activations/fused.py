@@ -25,6 +25,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu2": lambda x: functional.relu(x).square(),
     "relu": functional.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 """The activations of ops.glu, by torch's functions."""
 
