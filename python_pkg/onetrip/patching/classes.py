@@ -112,11 +112,10 @@ def method_of(cls: Any, name: str) -> Any:
 
 
 def wrapped(function: Any) -> Any:
-    """The plain function inside a decorator's wrapper that keeps it in one cell and nowhere else; None if there is
-    none."""
+    """The plain function inside a decorator's wrapper, which keeps it in cells and nowhere else; None for others."""
     inner = getattr(function, "__wrapped__", None)
-    cells = [cell for cell in getattr(function, "__closure__", None) or () if _holds(cell, inner)]
-    is_known = isinstance(function, FunctionType) and isinstance(inner, FunctionType) and len(cells) == 1
+    is_kept = any(_holds(cell, inner) for cell in getattr(function, "__closure__", None) or ())
+    is_known = isinstance(function, FunctionType) and isinstance(inner, FunctionType) and is_kept
     return inner if is_known and vars(function).keys() == {"__wrapped__"} else None
 
 
@@ -146,12 +145,12 @@ def returns_as_is(wrapper: Any) -> bool:
     if inner is None:
         return True
     cells = zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True)
-    name = next(name for name, cell in cells if _holds(cell, inner))
+    names = {name for name, cell in cells if _holds(cell, inner)}
     tree = definition(wrapper.__code__)
     if tree is None or wrapper.__code__.co_flags & inspect.CO_GENERATOR:
         return False
     nodes = [node for statement in tree.body for node in ast.walk(statement)]
-    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id in names]
     returned = [getattr(node.value, "func", None) for node in nodes if isinstance(node, ast.Return)]
     named = [node.value for node in nodes if isinstance(node, ast.Attribute)]  # func.__name__
     is_only_returned = all(each in uses for each in returned) and all(each in returned + named for each in uses)

@@ -46,10 +46,11 @@ from .residual import ResidualSums, choose_sums, read_sums
 from .residual.layer_scale import LayerScales
 from .rewriting import InForward
 from .rotary import Rotations
+from .scans import Scans
 
 _IN_ORDER: tuple[type[InForward], ...] = (
     *(Heads, Rotations, Activations, LayerScales, ResidualSums),
-    *(PackedSlices, SharedInputs, CastInputs, ScaledLogits, Adapters, FunctionalDropouts, CacheUpdates),
+    *(PackedSlices, SharedInputs, CastInputs, ScaledLogits, Adapters, FunctionalDropouts, CacheUpdates, Scans),
 )
 """What is fused in a forward, each with those before it fused; after attention."""
 

@@ -240,10 +240,13 @@ def may_change(statement: ast.stmt, name: str) -> bool:
     return False
 
 
-def writes_to_tensors(tree: ast.AST) -> bool:
-    """Whether a forward may write to a tensor that it has a name for: a view or an omitted copy would change, too."""
+def writes_to_tensors(tree: ast.AST, but_for: Container[int] = ()) -> bool:
+    """Whether a forward may write to a tensor that it has a name for: a view or an omitted copy would change, too.
+    but_for: ids of nodes that do not count."""
     for node in ast.walk(tree):
         match node:
+            case _ if id(node) in but_for:
+                pass
             case (
                 ast.AugAssign() | ast.keyword(arg="inplace" | "out") | ast.Subscript(value=ast.Name(), ctx=ast.Store())
             ):

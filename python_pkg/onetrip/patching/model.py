@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from . import activations, dropouts, experts, linear_loss, rotary, watched_logits
+from . import activations, dropouts, experts, linear_loss, rotary, scans, watched_logits
 from .attention import cached, eager, heads, one_mask
 from .calls import counter_of, original_class
 from .classes import (
@@ -40,7 +40,7 @@ PATTERNS = (
     *_OF_ATTENTION,
     *(*activations.PATTERNS, experts.PATTERN, rotary.PATTERN, layer_scale.PATTERN),
     *(packed_slices.PATTERN, shared_input.PATTERN, cast_input.PATTERN, tied_embedding.PATTERN, lora.PATTERN),
-    *(scaled_logits.PATTERN, watched_logits.PATTERN, dropouts.PATTERN),
+    *(scaled_logits.PATTERN, watched_logits.PATTERN, dropouts.PATTERN, scans.PATTERN),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, linear_loss.PATTERN)

@@ -1,0 +1,306 @@
+"""Scans over a sequence, as transformers writes them where the packages with their kernels are not installed.
+
+    for i in range(n):                        steps = x.unbind(2)
+        state = decay * state + x[:, :, i]    for i in range(n):
+        y[:, :, i] = state               ->       state = decay * state + steps[i]
+                                                  written.append(state)
+                                              y = torch.stack(written, 2)
+
+Mamba's selective scan, the gated delta rule of Qwen3-Next and Qwen3.5. Of x[:, :, i] autograd writes a gradient of the
+size of x, zero at the other steps, and adds them up; of y[:, :, i] it copies the gradient of y: bytes that grow with
+the square of n. Of unbind and stack, each is written once.
+The results have the same bits; gradients of a step that is read twice may be added up in another order.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import calls
+from .classes import Rewrite, rewrapped, wrapped
+from .forward import Forward, Place, assigned_name, mentions, places, read_forward, writes_to_tensors
+from .rewriting import InForward, Rewriting
+from .source import calls_in, define, own_variables, resolve
+from .verify import check_function, kind_of
+
+PATTERN = "scan"
+
+_NEW = (torch.zeros, torch.zeros_like, torch.empty, torch.empty_like)
+_LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.FunctionDef, ast.Lambda)
+
+
+class _Step(NamedTuple):
+    """name[:, ..., i, ..., :], where i is the index of the loop and stands at position dim."""
+
+    name: str
+    dim: int
+
+
+@dataclass(eq=False)
+class _Loop:
+    """`for i in range(...)`, what it reads of each step, and where it writes to each step."""
+
+    statement: ast.For
+    reads: dict[_Step, list[ast.Subscript]]
+    writes: dict[_Step, ast.Assign]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A function with such loops, in a rewritten forward."""
+
+    function: Any
+    """What the name in the model's file refers to."""
+    inner: FunctionType
+    """The plain function in its wrappers."""
+    source: str
+    """That function rewritten."""
+    fused: Callable[..., Any]
+
+    def __call__(self, module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is not self.function:
+            calls.count_fallback(module)
+        elif torch.is_grad_enabled() and not calls.is_followed():
+            calls.count_fused(module)
+            return self.fused(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+class _Found(NamedTuple):
+    call: ast.Call
+    scan: Scan
+
+
+def read_scans(forward: Forward) -> list[_Found]:
+    """The calls of functions of the model's file that scan a sequence."""
+    found = []
+    for call in calls_in(forward.tree):
+        function = resolve(call.func, forward.globals) if isinstance(call.func, ast.Name) else None
+        is_own = isinstance(function, FunctionType) and call.func.id not in forward.function.__code__.co_varnames  # type: ignore[attr-defined]
+        if is_own and (scan := _scan_of(function)) is not None:
+            found.append(_Found(call, scan))
+    return found
+
+
+class Scans(InForward):
+    """A module whose forward calls functions that scan a sequence, as a site."""
+
+    patterns, is_minor, in_wrapper = (PATTERN,), True, True
+    read = staticmethod(read_scans)
+
+    @staticmethod
+    def is_of(module: nn.Module, each: _Found, excluded: Container[int]) -> bool:
+        """Whether the instance calls it: all of a class do."""
+        return True
+
+    def put(self, rewriting: Rewriting) -> None:
+        """The call through a Scan."""
+        for position, found in enumerate(self.chosen):
+            rewriting.constants[f"scan_{position}_"] = found.scan
+            rewriting.put_call(found.call, f"scan_{position}_")
+
+    def rewrite(self, cls: type) -> Rewrite:
+        """The forward, and for the report the functions."""
+        functions = dict.fromkeys((found.scan.inner, found.scan.source) for found in self.chosen)
+        return replace(super().rewrite(cls), functions=tuple(functions))
+
+    def verify(self, module: nn.Module) -> None:
+        """Raise VerificationError unless a small scan computes the same."""
+        device, dtype = kind_of(module)
+
+        def fused(x: Tensor) -> Tensor:
+            written = Written(torch.zeros_like(x), 1)
+            _sum_up(steps_of(x, 1), written, x.shape[1])
+            return written.joined()
+
+        def unfused(x: Tensor) -> Tensor:
+            y = torch.zeros_like(x)
+            _sum_up(_Steps(x, 1), _Steps(y, 1), x.shape[1])
+            return y
+
+        check_function(fused, unfused, {"x": (2, 5, 3)}, device, dtype)
+
+
+def _sum_up(steps: Any, written: Any, n_steps: int) -> None:
+    state = 0.0
+    for i in range(n_steps):
+        state = 0.5 * state + steps[i]
+        written[i] = state
+
+
+class _Steps:
+    """x[:, ..., i, ...] at position dim, by i alone."""
+
+    def __init__(self, x: Any, dim: int) -> None:
+        self.x, self.before = x, (slice(None),) * dim
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.x[(*self.before, i)]
+
+    def __setitem__(self, i: Any, value: Any) -> None:
+        self.x[(*self.before, i)] = value
+
+
+def steps_of(x: Any, dim: int) -> Any:
+    """All steps of x in dimension dim."""
+    is_plain = type(x) in (Tensor, FakeTensor) and x.dim() > dim
+    return x.unbind(dim) if is_plain else _Steps(x, dim)
+
+
+class Written:
+    """What a loop writes to the steps of y, a new tensor, in dimension dim. Kept until all are written."""
+
+    def __init__(self, y: Tensor, dim: int) -> None:
+        self.y, self.dim = y, dim
+        self.steps: list[tuple[Any, Any]] = []
+
+    def __setitem__(self, i: Any, value: Any) -> None:
+        self.steps.append((i, value))
+
+    def joined(self) -> Tensor:
+        """y with the steps: their stack, where they are all of it, in order and as y keeps them."""
+        y, values = self.y, [value for _, value in self.steps]
+        n_steps = y.shape[self.dim]
+        if n_steps and y.is_contiguous() and [i for i, _ in self.steps] == [*range(n_steps)]:
+            step = y.select(self.dim, 0)
+            if all(type(each) is type(y) and calls.is_like(each, step) for each in values):
+                return torch.stack(values, self.dim)
+        steps = _Steps(y, self.dim)
+        for i, value in self.steps:
+            steps[i] = value
+        return y
+
+
+@cache
+def _scan_of(function: FunctionType) -> Scan | None:
+    """The function with its loops rewritten; None where there are none, or where a wrapper may call another function,
+    as transformers' do where a package has a kernel."""
+    inner: Any = function
+    while (within := wrapped(inner)) is not None:
+        if any(callable(cell.cell_contents) and cell.cell_contents is not within for cell in inner.__closure__):
+            return None
+        inner = within
+    forward = read_forward(inner) if "range" in inner.__code__.co_names else None
+    loops = _loops(forward) if isinstance(forward, Forward) else []
+    if not isinstance(forward, Forward) or not loops:
+        return None
+    rewriting = Rewriting(forward)
+    for loop in loops:
+        _put(rewriting, loop)
+    source, names = rewriting.source(), rewriting.constants
+    if own_variables(inner) & names.keys():
+        return None
+    return Scan(function, inner, source, rewrapped(function, define(inner, source, names, "forward", PATTERN)))
+
+
+def _loops(forward: Forward) -> list[_Loop]:
+    """The loops of a function, if once they run nothing but they writes to tensors."""
+    found = [loop for place in places(forward.tree.body) if (loop := _loop(forward, place)) is not None]
+    theirs = {id(write.targets[0]) for loop in found for write in loop.writes.values()}
+    others = [node for node in ast.walk(forward.tree) if _is_store(node) and id(node) not in theirs]
+    if writes_to_tensors(forward.tree, but_for={*theirs, *map(id, others)}):
+        return []
+    last = max((store.lineno for store in others), default=0)
+    return found if all(last < loop.statement.lineno for loop in found) else []
+
+
+def _is_store(node: ast.AST) -> TypeGuard[ast.Subscript]:
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+
+
+def _loop(forward: Forward, place: Place) -> _Loop | None:
+    match place.statement:
+        case ast.For(target=ast.Name(id=index), iter=ast.Call(func=ast.Name(id="range")), orelse=[]) as statement:
+            pass
+        case _:
+            return None
+    nodes = [node for each in statement.body for node in ast.walk(each)]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    is_rebound = any(name.id == index and not isinstance(name.ctx, ast.Load) for name in names)
+    is_plain = not any(isinstance(node, _LEAVES) for node in nodes)
+    calls_known = all(_is_known(forward, node.func) for node in nodes if isinstance(node, ast.Call))
+    if is_rebound or not is_plain or not calls_known:
+        return None
+    times = Counter(name.id for name in names)
+    writes: dict[_Step, ast.Assign] = {}
+    for each in statement.body:
+        step = _step(each.targets[0], index) if isinstance(each, ast.Assign) and len(each.targets) == 1 else None
+        if isinstance(each, ast.Assign) and step and times[step.name] == 1 and _is_new(forward, step.name, place):
+            writes[step] = each
+    if sum(map(_is_store, nodes)) > len(writes):
+        return None
+    reads: dict[_Step, list[ast.Subscript]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Subscript) and not _is_store(node) and (step := _step(node, index)):
+            reads.setdefault(step, []).append(node)
+    n_reads = Counter(step.name for step, where in reads.items() for _ in where)
+    reads = {step: where for step, where in reads.items() if n_reads[step.name] == times[step.name]}
+    return _Loop(statement, reads, writes) if reads or writes else None
+
+
+def _is_known(forward: Forward, function: ast.expr) -> bool:
+    """Whether it is torch's function, or a method of a value: a step of unbind must not be written to."""
+    resolved = resolve(function, forward.globals)
+    if resolved is None:
+        return isinstance(function, ast.Attribute)
+    return str(getattr(resolved, "__module__", "")).partition(".")[0] in ("torch", "None")
+
+
+def _step(node: ast.AST, index: str) -> _Step | None:
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Tuple(elts=elements)):
+            texts = [ast.unparse(each) for each in elements]
+            is_step = texts.count(index) == 1 and all(text in (":", index) for text in texts)
+            return _Step(name, texts.index(index)) if is_step else None
+    return None
+
+
+def _is_new(forward: Forward, name: str, place: Place) -> bool:
+    """Whether the name is of a tensor that was made before the loop, and that nothing has read since."""
+    before = [each for each in place.block[: place.position] if mentions(each, name)]
+    match before[-1] if before else None:
+        case ast.Assign(value=ast.Call(func=function)) as made:
+            return assigned_name(made) == name and resolve(function, forward.globals) in _NEW
+    return False
+
+
+def _put(rewriting: Rewriting, loop: _Loop) -> None:
+    """The loop with the steps made before it, and joined after it."""
+    before, after = "", ""
+    for step, reads in loop.reads.items():
+        name = _added(rewriting, "steps")
+        before += f"{name} = steps_of_({step.name}, {step.dim})\n"
+        for read in reads:
+            copied = rewriting.copy_of(read)
+            copied.value, copied.slice = ast.Name(name), copied.slice.elts[step.dim]
+    for step, write in loop.writes.items():
+        name = _added(rewriting, "written")
+        before += f"{name} = Written_({step.name}, {step.dim})\n"
+        after += f"{step.name} = {name}.joined()\n"
+        target = rewriting.copy_of(write).targets[0]
+        target.value, target.slice = ast.Name(name), target.slice.elts[step.dim]
+    rewriting.constants |= {"steps_of_": steps_of, "Written_": Written}
+    copied = rewriting.copy_of(loop.statement)
+
+    def made() -> list[ast.stmt]:
+        rewriting.generic_visit(copied)
+        return [*ast.parse(before).body, copied, *ast.parse(after).body]
+
+    rewriting.replace(loop.statement, made)
+
+
+def _added(rewriting: Rewriting, kind: str) -> str:
+    """A new variable's name."""
+    name = f"{kind}_{len(rewriting.constants)}_"
+    rewriting.constants[name] = None
+    return name
