@@ -34,6 +34,9 @@ def other(x):
 def scan(x, decay, n, m=2):
 {body}
 
+def method(self, x, decay, n, m=2):
+{body}
+
 class Mixer(nn.Module):
     n_extra = 0
 
@@ -43,7 +46,7 @@ class Mixer(nn.Module):
 
     def forward(self, x):
         x = self.dense(x)
-        return self.out(scan(x, x.sigmoid(), x.shape[1] + self.n_extra))
+        return self.out({call}(x, x.sigmoid(), x.shape[1] + self.n_extra))
 """
 STATE = "state = torch.zeros_like(x[:, 0])"
 NEW = f"{STATE}; y = torch.zeros_like(x)"
@@ -88,6 +91,12 @@ FOUND = {
         for k in range(n):
             z[:, k] = x[:, k] * decay[:, k]
         return y + z""",
+    "written to elsewhere": f"""
+        {STATE}; w = x * 2; w += 1; kept = [torch.zeros(3, 16)]
+        for i in range(n):
+            state = (w[:, i] + state).mul_(0.5)
+        kept[0].copy_(state)
+        return x + state[:, None]""",
     "the last step": f"""
         {STATE}
         for i in range(n):
@@ -152,11 +161,11 @@ LEFT = {
 }
 
 
-def mixer(body: str, folder: Path, decorators: str = "") -> Any:
+def mixer(body: str, folder: Path, decorators: str = "", call: str = "scan") -> Any:
     lines = []
     for line in textwrap.dedent(body).strip().splitlines():
         lines += [" " * (len(line) - len(line.lstrip())) + each for each in line.strip().split("; ")]
-    source = SOURCE.format(decorators=decorators, body=textwrap.indent("\n".join(lines), "    "))
+    source = SOURCE.format(decorators=decorators, body=textwrap.indent("\n".join(lines), "    "), call=call)
     return randomised(module_of(source, folder).Mixer())
 
 
@@ -232,6 +241,24 @@ def test_another_function_of_that_name(x: Tensor, tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(type(model).forward.__globals__, "scan", lambda x, decay, n: x * 2)
     assert torch.equal(model(x), model.out(model.dense(x) * 2))
     assert report.calls() == {"": (0, 1)}
+
+
+def test_methods_and_attributes(x: Tensor, tmp_path: Path) -> None:
+    """As in Mamba until transformers 5.2, and in Qwen3-Next."""
+    for call in ("self.scan", "self.method"):
+        model = mixer(FOUND["read and written"], tmp_path, call=call)
+        names = vars(type(model))["forward"].__globals__
+        model.scan = names["scan"]
+        type(model).method = names["method"]
+        expected = outcome(model, x)
+        report = patched(model)
+        assert_equal(outcome(model, x), expected)
+        with torch.no_grad():
+            assert torch.equal(model(x), expected["y"])
+        assert report.calls() == {"": (1, 0)}
+        model.scan = model.method = lambda x, decay, n: x
+        model(x)
+        assert report.calls() == {"": (1, 1)}
 
 
 WRAPPER = """

@@ -240,22 +240,26 @@ def may_change(statement: ast.stmt, name: str) -> bool:
     return False
 
 
-def writes_to_tensors(tree: ast.AST, but_for: Container[int] = ()) -> bool:
-    """Whether a forward may write to a tensor that it has a name for: a view or an omitted copy would change, too.
-    but_for: ids of nodes that do not count."""
-    for node in ast.walk(tree):
-        match node:
-            case _ if id(node) in but_for:
-                pass
-            case (
-                ast.AugAssign() | ast.keyword(arg="inplace" | "out") | ast.Subscript(value=ast.Name(), ctx=ast.Store())
-            ):
-                return True
-            case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_"):
-                return True
-            case ast.Call() if _is_in_place(node):
-                return True
-    return False
+def writes_to_tensors(tree: ast.AST) -> bool:
+    """Whether a forward may write to a tensor that it has a name for: a view or an omitted copy would change, too."""
+    return any(written_names(node) for node in ast.walk(tree))
+
+
+def written_names(node: ast.AST) -> set[str]:
+    """Names of which one may be that of the tensor that a statement or an expression writes to; "" for any."""
+    match node:
+        case ast.AugAssign(target=written) | ast.Subscript(value=ast.Name() as written, ctx=ast.Store()):
+            pass
+        case ast.Call(func=ast.Attribute(value=written, attr=method)) if method.endswith("_"):
+            if isinstance(written, ast.BinOp):  # a new one
+                return set()
+        case ast.keyword(arg="inplace" | "out", value=written):
+            pass
+        case ast.Call() if _is_in_place(node):
+            written = node
+        case _:
+            return set()
+    return {each.id for each in ast.walk(written) if isinstance(each, ast.Name)} or {""}
 
 
 def assigned_name(statement: ast.stmt) -> str:

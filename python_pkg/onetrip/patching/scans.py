@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import getattr_static
 from types import FunctionType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -27,8 +28,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import calls
-from .classes import Rewrite, rewrapped, wrapped
-from .forward import Forward, Place, assigned_name, mentions, places, read_forward, writes_to_tensors
+from .classes import Rewrite, method_of, rewrapped, wrapped
+from .forward import Forward, Place, assigned_name, mentions, places, read_forward, written_names
 from .rewriting import InForward, Rewriting
 from .source import calls_in, define, own_variables, resolve
 from .verify import check_function, kind_of
@@ -60,7 +61,7 @@ class Scan:
     """A function with such loops, in a rewritten forward."""
 
     function: Any
-    """What the name in the model's file refers to."""
+    """What is called: a function, or that of a method."""
     inner: FunctionType
     """The plain function in its wrappers."""
     source: str
@@ -68,11 +69,12 @@ class Scan:
     fused: Callable[..., Any]
 
     def __call__(self, module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function is not self.function:
+        method = getattr(function, "__func__", None)
+        if self.function not in (function, method):
             calls.count_fallback(module)
         elif torch.is_grad_enabled() and not calls.is_followed():
             calls.count_fused(module)
-            return self.fused(*args, **kwargs)
+            return self.fused(*args, **kwargs) if method is None else self.fused(function.__self__, *args, **kwargs)
         return function(*args, **kwargs)
 
 
@@ -81,27 +83,29 @@ class _Found(NamedTuple):
     scan: Scan
 
 
-def read_scans(forward: Forward) -> list[_Found]:
-    """The calls of functions of the model's file that scan a sequence."""
-    found = []
-    for call in calls_in(forward.tree):
-        function = resolve(call.func, forward.globals) if isinstance(call.func, ast.Name) else None
-        is_own = isinstance(function, FunctionType) and call.func.id not in forward.function.__code__.co_varnames  # type: ignore[attr-defined]
-        if is_own and (scan := _scan_of(function)) is not None:
-            found.append(_Found(call, scan))
-    return found
+def read_scans(forward: Forward) -> list[ast.Call]:
+    """Calls of functions of the model's file, and of self.name."""
+    own = forward.function.__code__.co_varnames
+    return [
+        call
+        for call in calls_in(forward.tree)
+        if (isinstance(call.func, ast.Name) and call.func.id not in own)
+        or (isinstance(call.func, ast.Attribute) and forward.child(call.func) == call.func.attr)
+    ]
 
 
 class Scans(InForward):
-    """A module whose forward calls functions that scan a sequence, as a site."""
+    """A module whose forward calls functions or methods that scan a sequence, as a site."""
 
     patterns, is_minor, in_wrapper = (PATTERN,), True, True
     read = staticmethod(read_scans)
 
-    @staticmethod
-    def is_of(module: nn.Module, each: _Found, excluded: Container[int]) -> bool:
-        """Whether the instance calls it: all of a class do."""
-        return True
+    @classmethod
+    def choose(cls, module: nn.Module, found: Iterable[ast.Call], excluded: Container[int]) -> tuple[_Found, ...]:
+        """Those that scan in the instance: a function may be its attribute (Qwen3-Next until transformers 5.2)."""
+        names = method_of(type(module), "forward").__globals__
+        scans = ((call, _scan_of(_called(module, call.func, names))) for call in found)
+        return tuple(_Found(call, scan) for call, scan in scans if scan is not None)
 
     def put(self, rewriting: Rewriting) -> None:
         """The call through a Scan."""
@@ -181,10 +185,19 @@ class Written:
         return y
 
 
+def _called(module: nn.Module, function: ast.expr, names: Mapping[str, Any]) -> Any:
+    """What a call's function is: a global one, a method, or an attribute of the instance."""
+    return (
+        getattr_static(module, function.attr, None) if isinstance(function, ast.Attribute) else resolve(function, names)
+    )
+
+
 @cache
-def _scan_of(function: FunctionType) -> Scan | None:
+def _scan_of(function: Any) -> Scan | None:
     """The function with its loops rewritten; None where there are none, or where a wrapper may call another function,
     as transformers' do where a package has a kernel."""
+    if not isinstance(function, FunctionType):
+        return None
     inner: Any = function
     while (within := wrapped(inner)) is not None:
         if any(callable(cell.cell_contents) and cell.cell_contents is not within for cell in inner.__closure__):
@@ -204,14 +217,17 @@ def _scan_of(function: FunctionType) -> Scan | None:
 
 
 def _loops(forward: Forward) -> list[_Loop]:
-    """The loops of a function, if once they run nothing but they writes to tensors."""
+    """The loops of a function, if once they run nothing writes to what they read or have written."""
     found = [loop for place in places(forward.tree.body) if (loop := _loop(forward, place)) is not None]
-    theirs = {id(write.targets[0]) for loop in found for write in loop.writes.values()}
-    others = [node for node in ast.walk(forward.tree) if _is_store(node) and id(node) not in theirs]
-    if writes_to_tensors(forward.tree, but_for={*theirs, *map(id, others)}):
+    if not found:
         return []
-    last = max((store.lineno for store in others), default=0)
-    return found if all(last < loop.statement.lineno for loop in found) else []
+    first = min(loop.statement.lineno for loop in found)
+    own = {id(write.targets[0]) for loop in found for write in loop.writes.values()}
+    theirs = {""} | {step.name for loop in found for step in (*loop.reads, *loop.writes)}
+    bodies = [node for loop in found for node in ast.walk(loop.statement)]
+    theirs |= {node.id for node in bodies if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    later = [node for node in ast.walk(forward.tree) if getattr(node, "lineno", 0) >= first and id(node) not in own]
+    return found if all(theirs.isdisjoint(written_names(node)) for node in later) else []
 
 
 def _is_store(node: ast.AST) -> TypeGuard[ast.Subscript]:
