@@ -2,8 +2,9 @@
 
     python -m tools.traffic
 
-The six model shapes of benchmarks/suites/default_patch.py, one with low-rank adapters (PEFT) on all linear layers, and
-a mixture of experts, bfloat16, train mode; the six also with float32 weights under autocast (Trainer's bf16=True).
+The six model shapes of benchmarks/suites/default_patch.py, one with low-rank adapters (PEFT) on all linear layers, a
+mixture of experts, two that scan the sequence, and CLIP's image encoder, bfloat16, train mode; the six also with
+float32 weights under autocast (Trainer's bf16=True).
 Fake tensors go through forward and backward: no step runs, and the counts are the same on every machine. On a CPU they
 are those of two threads, which cut attention into other parts than one.
 See docs/anatomy.md.
@@ -27,7 +28,6 @@ from onetrip.html import write
 from onetrip.measure.traffic import Traffic
 from onetrip.patching.model import PATTERNS
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
 
 RECORD = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "traffic.json"
 BY_NAME = (*PATTERNS, "linear_cross_entropy")
@@ -39,22 +39,28 @@ WAYS: dict[str, dict[str, Any]] = {
 """Arguments of patch_model."""
 
 
+_LLAMA = SHAPES["Llama"][2] | {"num_key_value_heads": 4, "head_dim": 64}
+_MIXTURE = {"moe_intermediate_size": 384, "num_experts": 32, "num_experts_per_tok": 8}
+_LINEAR_HEADS = {"linear_num_value_heads": 12, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_VISION = {**SHAPES["ViT"][2], "image_size": 224, "patch_size": 16}
+MORE_SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Qwen3-MoE": ("qwen3_moe", "CausalLM", _LLAMA | _MIXTURE),
+    "Qwen3.5": ("qwen3_5_text", "CausalLM", _LLAMA | _LINEAR_HEADS | {"linear_num_key_heads": 6}),
+    "Mamba": ("mamba", "CausalLM", {each: _LLAMA[each] for each in ("hidden_size", "num_hidden_layers", "vocab_size")}),
+    "CLIP": ("clip", "ImageClassification", {"vision_config": _VISION}),
+}
 ADAPTED, _RANK = "Llama with LoRA", 16
-MIXTURE = "Qwen3-MoE"
-_MIXTURE = SHAPES["Llama"][2] | {
-    "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 384, "num_experts": 32, "num_experts_per_tok": 8,
-}  # fmt: skip
 _AUTOCAST = " under autocast"
-ALL_SHAPES = (*SHAPES, ADAPTED, MIXTURE, *(f"{shape}{_AUTOCAST}" for shape in SHAPES))
+ALL_SHAPES = (*SHAPES, ADAPTED, *MORE_SHAPES, *(f"{shape}{_AUTOCAST}" for shape in SHAPES))
 _N_THREADS = 2
 
 
 def _model_of(shape: str) -> Any:
-    if shape == MIXTURE:
-        config = config_of("qwen3_moe", **_MIXTURE)
-        return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
-    model_type, head, arguments = SHAPES[shape.removesuffix(" with LoRA")]
-    model = model_of(head, config_of(model_type, **arguments))
+    model_type, head, arguments = (SHAPES | MORE_SHAPES)[shape.removesuffix(" with LoRA")]
+    config = config_of(model_type, **arguments)
+    if "num_experts" in arguments:
+        config._experts_implementation = "grouped_mm"
+    model = model_of(head, config)
     if shape != ADAPTED:
         return model
     config = peft.LoraConfig(r=_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -108,8 +114,10 @@ def record(device_types: tuple[str, ...] = ("cpu", "cuda")) -> dict[str, Any]:
     return {
         **header(torch.device("cpu")),
         "options": {"batch_size": BATCH_SIZE, "sequence_length": SEQUENCE_LENGTH, "dtype": "bfloat16"},
-        "shapes": {shape: {"model_type": kind, "config": arguments} for shape, (kind, _, arguments) in SHAPES.items()},
-        "mixture": {"shape": MIXTURE, "model_type": "qwen3_moe", "config": _MIXTURE},
+        "shapes": {
+            shape: {"model_type": kind, "config": arguments}
+            for shape, (kind, _, arguments) in (SHAPES | MORE_SHAPES).items()
+        },
         "lora": {"shape": ADAPTED, "r": _RANK, "target_modules": "all-linear", "peft": peft.__version__},
         "traffic": counted,
     }
