@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import textwrap
+import weakref
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -30,11 +34,14 @@ from torch import nn
 def other(x):
     return x.mul_(1)
 
+class Counter:
+    pass
+
 {decorators}
-def scan(x, decay, n, m=2):
+def scan(x, decay, n, module=None):
 {body}
 
-def method(self, x, decay, n, m=2):
+def method(self, x, decay, n, module=None):
 {body}
 
 class Mixer(nn.Module):
@@ -46,7 +53,7 @@ class Mixer(nn.Module):
 
     def forward(self, x):
         x = self.dense(x)
-        return self.out({call}(x, x.sigmoid(), x.shape[1] + self.n_extra))
+        return self.out({call}(x, x.sigmoid(), x.shape[1] + self.n_extra, module=self))
 """
 STATE = "state = torch.zeros_like(x[:, 0])"
 NEW = f"{STATE}; y = torch.zeros_like(x)"
@@ -70,14 +77,13 @@ FOUND = {
         for i in range(n):
             y[:, :, i] = t[:, :, i] * t[:, i]
         return torch.nn.functional.pad(y, (0, x.shape[2] - n))""",
-    "in a branch, in a loop": f"""
-        {STATE}
+    "in a branch": f"""
+        {STATE}; y = x
         if n > 1:
-            for j in range(m):
-                y = torch.zeros_like(x)
-                for i in range(n):
-                    state = state * decay[:, i] + x[:, i] * x[:, i] + j
-                    y[:, i] = state.sin()
+            y = torch.zeros_like(x)
+            for i in range(n):
+                state = state * decay[:, i] + x[:, i] * x[:, i]
+                y[:, i] = state.sin()
         return y""",
     "a slice written before": f"""
         w = x * 1; w[:, 0] = 0.5; {STATE}
@@ -97,12 +103,6 @@ FOUND = {
             state = (w[:, i] + state).mul_(0.5)
         kept[0].copy_(state)
         return x + state[:, None]""",
-    "the last step": f"""
-        {STATE}
-        for i in range(n):
-            last = x[:, i]
-            state = state + last
-        return x + (state * last)[:, None]""",
 }
 NOT_JOINED = {
     "some steps": f"""
@@ -131,6 +131,11 @@ NOT_JOINED = {
         for i in range(n):
             y[:, i] = x[:, i].double()
         return y""",
+    "few steps": f"""
+        {STATE}
+        for i in range(3):
+            state = state + x[:, i]
+        return x + state[:, None]""",
     "other strides": """
         y = torch.zeros_like(x.transpose(0, 1).contiguous().transpose(0, 1))
         for i in range(n):
@@ -138,26 +143,47 @@ NOT_JOINED = {
         return y.transpose(0, 1).contiguous().view(n, -1).view(n, -1, 16).transpose(0, 1)""",
 }
 """Loops that are found, and write in another way than a stack does."""
+IN_LOOP = {
+    "written in place": "x_i = x[:, i]; x_i += 1; y[:, i] = x_i",
+    "a method in place": "y[:, i] = x[:, i].sin_()",
+    "a state in place": "state.mul_(0.9).add_(x[:, i]); y[:, i] = state",
+    "a state in place, by the way": "s = state.add_(x[:, i]); y[:, i] = s",
+    "a result in place": "torch.mul(x[:, i], 2.0, out=state); y[:, i] = state",
+    "an attribute": "counter.state = counter.state + x[:, i]; y[:, i] = counter.state",
+    "an attribute in place": "counter.state += x[:, i].detach(); y[:, i] = counter.state",
+    "a method of another": "y[:, i] = counter.add(x[:, i]); y[:, i] = counter.add_up(x[:, i])",
+    "read where it is written": "y[:, i] = x[:, i] + y[:, i - 1]",
+    "written twice": "y[:, i] = x[:, i]; y[:, i] = decay[:, i]",
+    "in a condition": "if i % 2: y[:, i] = x[:, i]",
+    "read in a condition": "state = state + (x[:, i] if i else 0.0)",
+    "without gradients": "with torch.no_grad(): target = x[:, i]\n    state = state + target * decay[:, i]",
+    "other gradients": "mode = torch.set_grad_enabled(i > 4); y[:, i] = x[:, i]",
+    "left early": "state = state + x[:, i]\n    if i > 3: break",
+    "another index": "i = 0; state = state + x[:, i]",
+    "of a list": "state = state + x.unbind(1)[i]",
+    "ranges": "state = state + x[:, i : i + 1].sum(1)",
+    "the tensor itself": "state = state + x[:, i] + x[:, -1]",
+    "another function": "state = state + other(x[:, i])",
+    "a lambda": "state = (lambda: x[:, i])() + state",
+    "a step that leaves": "state = x[:, i]",
+    "a view that leaves": "a, state = 1, x[:, i].transpose(0, 1).transpose(0, 1)",
+    "steps in a list": "steps.append(x[:, i].view_as(state))",
+    "steps in a list by name": "last = x[:, i]; steps.append(last)",
+    "a loop in it": "for j in range(2): state = state + x[:, j]\n    state = state + x[:, i]",
+}
+_AROUND = NEW + "; steps, counter = [], Counter()\nfor i in range(n):\n    {}\nreturn y + state[:, None]"
 LEFT = {
-    "written in place": f"{NEW}\nfor i in range(n):\n    x_i = x[:, i]; x_i += 1\n    y[:, i] = x_i\nreturn y",
-    "a method in place": f"{NEW}\nfor i in range(n):\n    y[:, i] = x[:, i].sin_()\nreturn y",
+    **{name: _AROUND.format(body) for name, body in IN_LOOP.items()},
+    "in a loop": f"{NEW}\nfor j in range(2):\n    for i in range(n):\n        state = state + x[:, i]\nreturn state",
     "written after the loop": f"{NEW}\nfor i in range(n):\n    y[:, i] = x[:, i]\ny[:, 0] = 1.0\nreturn y",
     "an older tensor": f"{NEW}\nz = y\nfor i in range(n):\n    z[:, i] = x[:, i]\nreturn z + y",
     "read since": f"{NEW}\nz = y[:, 1:]\nfor i in range(n):\n    y[:, i] = x[:, i]\nreturn y + z.sum()",
     "no new tensor": "y = x * 1\nfor i in range(n):\n    y[:, i] = x[:, i] + 1\nreturn y",
-    "read where it is written": f"{NEW}\nfor i in range(n):\n    y[:, i] = x[:, i] + y[:, i - 1]\nreturn y",
-    "written twice": f"{NEW}\nfor i in range(n):\n    y[:, i] = x[:, i]\n    y[:, i] = decay[:, i]\nreturn y",
-    "in a condition": f"{NEW}\nfor i in range(n):\n    if i % 2:\n        y[:, i] = x[:, i]\nreturn y",
-    "left early": f"{STATE}\nfor i in range(n):\n    state = state + x[:, i]\n    if i > 3:\n        break\nreturn x",
-    "another index": f"{STATE}\nfor i in range(n):\n    i = 0\n    state = state + x[:, i]\nreturn state + x[:, 1]",
-    "of a list": f"{STATE}\nfor i in range(n):\n    state = state + x.unbind(1)[i]\nreturn state",
-    "ranges": f"{STATE}\nfor i in range(n):\n    state = state + x[:, i : i + 1].sum(1)\nreturn state",
-    "the tensor itself": f"{STATE}\nfor i in range(n):\n    state = state + x[:, i] + x[:, -1]\nreturn state",
-    "another function": f"{STATE}\nfor i in range(n):\n    state = state + other(x[:, i])\nreturn state",
-    "a lambda": f"{STATE}\nfor i in range(n):\n    state = (lambda: x[:, i])() + state\nreturn state",
     "no range": f"{STATE}\nfor i in [0, 1]:\n    state = state + x[:, i]\nreturn state",
     "an end": f"{STATE}\nfor i in range(n):\n    state = state + x[:, i]\nelse:\n    state = state * 2\nreturn state",
     "a name of ours": f"{STATE}; steps_of_ = 1\nfor i in range(n):\n    state = state + x[:, i]\nreturn state",
+    "its name": f"{STATE}; forward = 1\nfor i in range(n):\n    state = state + x[:, i]\nreturn state",
+    "a head that binds": f"{STATE}\nfor i in range((x := x * 2).shape[1]):\n    state = state + x[:, i]\nreturn state",
 }
 
 
@@ -185,7 +211,7 @@ def test_the_same_bits_with_one_gradient(name: str, x: Tensor, tmp_path: Path) -
     model = mixer(FOUND[name], tmp_path)
     expected, before = outcome(model, x), traffic(lambda: outcome(model, x)).by_operator()
     report = patched(model)
-    (assert_agree if "in a loop" in name else assert_equal)(outcome(model, x), expected)  # x[:, i] is read twice
+    (assert_agree if name == "in a branch" else assert_equal)(outcome(model, x), expected)  # x[:, i] is read twice
     after = traffic(lambda: outcome(model, x)).by_operator()
     assert before["aten::select_backward"] > 0 and "aten::select_backward" not in after
     assert report.calls() == {"": (2, 0)}
@@ -238,7 +264,7 @@ def test_another_function_of_that_name(x: Tensor, tmp_path: Path, monkeypatch: p
     """As kernels of a package are put there."""
     model = mixer(FOUND["read and written"], tmp_path)
     report = patched(model)
-    monkeypatch.setitem(type(model).forward.__globals__, "scan", lambda x, decay, n: x * 2)
+    monkeypatch.setitem(type(model).forward.__globals__, "scan", lambda x, decay, n, module: x * 2)
     assert torch.equal(model(x), model.out(model.dense(x) * 2))
     assert report.calls() == {"": (0, 1)}
 
@@ -256,9 +282,28 @@ def test_methods_and_attributes(x: Tensor, tmp_path: Path) -> None:
         with torch.no_grad():
             assert torch.equal(model(x), expected["y"])
         assert report.calls() == {"": (1, 0)}
-        model.scan = model.method = lambda x, decay, n: x
+        model.scan = model.method = lambda x, decay, n, module: x
         model(x)
         assert report.calls() == {"": (1, 1)}
+
+
+@dataclasses.dataclass
+class Unhashable:
+    def __call__(self, x: Tensor, decay: Tensor, n: int, module: Any) -> Tensor:
+        return x
+
+
+def test_what_is_called_may_be_anything_and_is_not_kept(x: Tensor, tmp_path: Path) -> None:
+    model = mixer(FOUND["read and written"], tmp_path, call="self.scan")
+    model.scan = Unhashable()
+    assert not patch_model(model, patterns=("scan",)).patched
+    model.scan = model.bound = MethodType(vars(type(model))["forward"].__globals__["method"], model)
+    weight = weakref.ref(model.dense.weight)
+    patch_model(model)
+    unpatch_model(model)
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 WRAPPER = """
@@ -284,7 +329,7 @@ def test_a_wrapper_is_kept_and_one_that_may_call_a_kernel_is_left(x: Tensor, tmp
     report = patched(model)
     assert_equal(outcome(model, x), expected)
     assert report.calls() == {"": (1, 0)}
-    kernel = WRAPPER.format(kernel="kernel = lambda *args: args[0]", implementation="kernel", chosen="args")
+    kernel = WRAPPER.format(kernel="kernel = lambda *args, **kwargs: args[0]", implementation="kernel", chosen="args")
     model = mixer(FOUND["read and written"], tmp_path, kernel)
     assert not patch_model(model, patterns=("scan",)).patched
 

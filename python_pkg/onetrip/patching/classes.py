@@ -112,11 +112,21 @@ def method_of(cls: Any, name: str) -> Any:
 
 
 def wrapped(function: Any) -> Any:
-    """The plain function inside a decorator's wrapper, which keeps it in cells and nowhere else; None for others."""
+    """The plain function inside a decorator's wrapper that keeps it in one cell, or in several beside texts and truth
+    values alone, and nowhere else; None for others."""
     inner = getattr(function, "__wrapped__", None)
-    is_kept = any(_holds(cell, inner) for cell in getattr(function, "__closure__", None) or ())
-    is_known = isinstance(function, FunctionType) and isinstance(inner, FunctionType) and is_kept
+    if not isinstance(function, FunctionType) or not isinstance(inner, FunctionType):
+        return None
+    others = [value for value in contents(function) if value is not inner]
+    n_cells = len(contents(function)) - len(others)
+    texts = [each for value in others for each in (value if isinstance(value, tuple) else (value,))]
+    is_known = n_cells == 1 or (n_cells > 1 and all(isinstance(each, (str, bool)) for each in texts))
     return inner if is_known and vars(function).keys() == {"__wrapped__"} else None
+
+
+def contents(function: FunctionType) -> list[Any]:
+    """What the cells of a function hold."""
+    return [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
 
 
 def rewrapped(wrapper: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,10 +168,11 @@ def returns_as_is(wrapper: Any) -> bool:
 
 
 def _holds(cell: CellType, value: Any) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # empty
-        return False
+    return not _is_empty(cell) and cell.cell_contents is value
+
+
+def _is_empty(cell: CellType) -> bool:
+    return cell == CellType()
 
 
 def plain_forward(cls: Any) -> Any:

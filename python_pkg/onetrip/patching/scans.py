@@ -18,17 +18,17 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from inspect import getattr_static
 from types import FunctionType
 from typing import Any, NamedTuple, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import calls
-from .classes import Rewrite, method_of, rewrapped, wrapped
+from .classes import Rewrite, contents, method_of, rewrapped, wrapped
 from .forward import Forward, Place, assigned_name, mentions, places, read_forward, written_names
 from .rewriting import InForward, Rewriting
 from .source import calls_in, define, own_variables, resolve
@@ -37,7 +37,6 @@ from .verify import check_function, kind_of
 PATTERN = "scan"
 
 _NEW = (torch.zeros, torch.zeros_like, torch.empty, torch.empty_like)
-_LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.FunctionDef, ast.Lambda)
 
 
 class _Step(NamedTuple):
@@ -68,7 +67,7 @@ class Scan:
     """That function rewritten."""
     fused: Callable[..., Any]
 
-    def __call__(self, module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         method = getattr(function, "__func__", None)
         if self.function not in (function, method):
             calls.count_fallback(module)
@@ -124,7 +123,7 @@ class Scans(InForward):
 
         def fused(x: Tensor) -> Tensor:
             written = Written(torch.zeros_like(x), 1)
-            _sum_up(steps_of(x, 1), written, x.shape[1])
+            _sum_up(steps_of(x, 1, range(x.shape[1])), written, x.shape[1])
             return written.joined()
 
         def unfused(x: Tensor) -> Tensor:
@@ -155,10 +154,10 @@ class _Steps:
         self.x[(*self.before, i)] = value
 
 
-def steps_of(x: Any, dim: int) -> Any:
-    """All steps of x in dimension dim."""
+def steps_of(x: Any, dim: int, indices: range) -> Any:
+    """All steps of x in dimension dim; where the loop reads few of them, each when it is read."""
     is_plain = type(x) in (Tensor, FakeTensor) and x.dim() > dim
-    return x.unbind(dim) if is_plain else _Steps(x, dim)
+    return x.unbind(dim) if is_plain and 2 * len(indices) >= x.shape[dim] else _Steps(x, dim)
 
 
 class Written:
@@ -192,15 +191,23 @@ def _called(module: nn.Module, function: ast.expr, names: Mapping[str, Any]) -> 
     )
 
 
-@cache
+_known: WeakKeyDictionary[FunctionType, Scan | None] = WeakKeyDictionary()
+
+
 def _scan_of(function: Any) -> Scan | None:
-    """The function with its loops rewritten; None where there are none, or where a wrapper may call another function,
-    as transformers' do where a package has a kernel."""
+    """The function with its loops rewritten; None where there are none."""
     if not isinstance(function, FunctionType):
         return None
+    if function not in _known:
+        _known[function] = _read(function)
+    return _known[function]
+
+
+def _read(function: FunctionType) -> Scan | None:
+    """None also where a wrapper may call another function, as transformers' do where a package has a kernel."""
     inner: Any = function
     while (within := wrapped(inner)) is not None:
-        if any(callable(cell.cell_contents) and cell.cell_contents is not within for cell in inner.__closure__):
+        if any(callable(value) and value is not within for value in contents(inner)):
             return None
         inner = within
     forward = read_forward(inner) if "range" in inner.__code__.co_names else None
@@ -211,7 +218,7 @@ def _scan_of(function: Any) -> Scan | None:
     for loop in loops:
         _put(rewriting, loop)
     source, names = rewriting.source(), rewriting.constants
-    if own_variables(inner) & names.keys():
+    if own_variables(inner) & {"forward", *names}:
         return None
     return Scan(function, inner, source, rewrapped(function, define(inner, source, names, "forward", PATTERN)))
 
@@ -242,18 +249,12 @@ def _loop(forward: Forward, place: Place) -> _Loop | None:
             return None
     nodes = [node for each in statement.body for node in ast.walk(each)]
     names = [node for node in nodes if isinstance(node, ast.Name)]
-    is_rebound = any(name.id == index and not isinstance(name.ctx, ast.Load) for name in names)
-    is_plain = not any(isinstance(node, _LEAVES) for node in nodes)
-    calls_known = all(_is_known(forward, node.func) for node in nodes if isinstance(node, ast.Call))
-    if is_rebound or not is_plain or not calls_known:
-        return None
     times = Counter(name.id for name in names)
-    writes: dict[_Step, ast.Assign] = {}
-    for each in statement.body:
-        step = _step(each.targets[0], index) if isinstance(each, ast.Assign) and len(each.targets) == 1 else None
-        if isinstance(each, ast.Assign) and step and times[step.name] == 1 and _is_new(forward, step.name, place):
-            writes[step] = each
-    if sum(map(_is_store, nodes)) > len(writes):
+    is_bound_again = any(name.id == index and isinstance(name.ctx, ast.Store) for name in names)
+    binds = any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement.iter))
+    if place.in_loop or is_bound_again or binds or not all(map(_computes, statement.body)):
+        return None
+    if not all(_is_known(forward, node) for node in nodes):
         return None
     reads: dict[_Step, list[ast.Subscript]] = {}
     for node in nodes:
@@ -261,15 +262,84 @@ def _loop(forward: Forward, place: Place) -> _Loop | None:
             reads.setdefault(step, []).append(node)
     n_reads = Counter(step.name for step, where in reads.items() for _ in where)
     reads = {step: where for step, where in reads.items() if n_reads[step.name] == times[step.name]}
+    writes: dict[_Step, ast.Assign] = {}
+    for each in statement.body:
+        step = _step(each.targets[0], index) if isinstance(each, ast.Assign) else None
+        if isinstance(each, ast.Assign) and step and times[step.name] == 1 and _is_new(forward, step.name, place):
+            writes[step] = each
+    if sum(map(_is_store, nodes)) > len(writes) or _leaves(forward, statement, reads):
+        return None
     return _Loop(statement, reads, writes) if reads or writes else None
 
 
-def _is_known(forward: Forward, function: ast.expr) -> bool:
-    """Whether it is torch's function, or a method of a value: a step of unbind must not be written to."""
-    resolved = resolve(function, forward.globals)
-    if resolved is None:
-        return isinstance(function, ast.Attribute)
-    return str(getattr(resolved, "__module__", "")).partition(".")[0] in ("torch", "None")
+def _computes(statement: ast.stmt) -> bool:
+    """Whether a statement gives names or a step a value, or appends one to a list."""
+    match statement:
+        case ast.Assign(targets=[ast.Name() | ast.Tuple() | ast.Subscript()]):
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(), attr="append"), args=[_])):
+            return True
+    return False
+
+
+_EXPRESSIONS = (
+    *(ast.stmt, ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Slice, ast.Attribute),
+    *(ast.Tuple, ast.keyword, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
+)
+
+
+def _is_known(forward: Forward, node: ast.AST) -> bool:
+    """Whether a part of a loop computes a value from others, and nothing besides: the steps are all made before the
+    loop, and what is written is read after it."""
+    if not isinstance(node, ast.Call):
+        return isinstance(node, _EXPRESSIONS) and not (isinstance(node, ast.keyword) and node.arg in ("out", "inplace"))
+    match node.func:
+        case ast.Attribute(value=ast.Name(), attr="append"):
+            return True
+        case ast.Attribute(value=value, attr=name) if resolve(node.func, forward.globals) is None:
+            of_self = any(isinstance(each, ast.Name) and each.id == "self" for each in ast.walk(value))
+            is_new = isinstance(value, ast.BinOp)
+            return hasattr(Tensor, name) and not of_self and (is_new or not name.endswith("_"))
+    function = resolve(node.func, forward.globals)
+    is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] in ("torch", "None")
+    return is_torchs and not isinstance(function, type) and not function.__name__.endswith("_")
+
+
+def _leaves(forward: Forward, loop: ast.For, reads: Iterable[_Step]) -> bool:
+    """Whether a step, or a view of one, may have a name or stand in a list after the loop: written to there, it would
+    raise, as part of what unbind returns."""
+    names = {step.name for step in reads}
+    for statement in loop.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name() | ast.Tuple() as target], value=value):
+                if _may_view(value, names):
+                    names |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+            case ast.Expr(value=ast.Call(args=[value])) if _may_view(value, names):
+                return True
+    inside = {id(node) for node in ast.walk(loop)}
+    names -= {step.name for step in reads}
+    return any(
+        isinstance(node, ast.Name) and node.id in names and id(node) not in inside for node in ast.walk(forward.tree)
+    )
+
+
+def _may_view(value: ast.expr, names: Container[str]) -> bool:
+    """Whether a value may be a view of one of the names, which torch's schemas say of its functions."""
+    match value:
+        case ast.BinOp() | ast.UnaryOp() | ast.Constant() | ast.Compare():
+            return False
+        case ast.Name(id=name):
+            return name in names
+        case ast.Call(func=ast.Attribute(attr=name)) if not _returns_view(name):
+            return False
+    return any(_may_view(each, names) for each in ast.iter_child_nodes(value) if isinstance(each, ast.expr))
+
+
+def _returns_view(name: str) -> bool:
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    aliases = [each.alias_info for overload in overloads for each in overload._schema.returns]
+    return not overloads or any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _step(node: ast.AST, index: str) -> _Step | None:
@@ -292,10 +362,11 @@ def _is_new(forward: Forward, name: str, place: Place) -> bool:
 
 def _put(rewriting: Rewriting, loop: _Loop) -> None:
     """The loop with the steps made before it, and joined after it."""
-    before, after = "", ""
+    indices = _added(rewriting, "range")
+    before, after = f"{indices} = {ast.unparse(loop.statement.iter)}\n", ""
     for step, reads in loop.reads.items():
         name = _added(rewriting, "steps")
-        before += f"{name} = steps_of_({step.name}, {step.dim})\n"
+        before += f"{name} = steps_of_({step.name}, {step.dim}, {indices})\n"
         for read in reads:
             copied = rewriting.copy_of(read)
             copied.value, copied.slice = ast.Name(name), copied.slice.elts[step.dim]
@@ -310,6 +381,7 @@ def _put(rewriting: Rewriting, loop: _Loop) -> None:
 
     def made() -> list[ast.stmt]:
         rewriting.generic_visit(copied)
+        copied.iter = ast.Name(indices)
         return [*ast.parse(before).body, copied, *ast.parse(after).body]
 
     rewriting.replace(loop.statement, made)

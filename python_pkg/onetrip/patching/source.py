@@ -375,5 +375,5 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
     exec(compile(code, filename, "exec"), original.__globals__, scope)
     linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)  # for tracebacks
     made: Callable[..., Any] = scope["make"](**names)
-    made.__module__, made.__qualname__ = original.__module__, original.__qualname__
+    made.__module__, made.__name__, made.__qualname__ = original.__module__, original.__name__, original.__qualname__
     return made
