@@ -51,8 +51,7 @@ def _rejecting(command: str = "") -> Iterator[None]:
 def _require(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        _reject(f"{', '.join(missing)} {verb} not installed: pip install 'onetrip[bench]'")
+        _reject(f"not installed: {', '.join(missing)}; pip install 'onetrip[bench]'")
 
 
 def _device(name: str | None) -> torch.device:
@@ -62,8 +61,7 @@ def _device(name: str | None) -> torch.device:
         _reject(f"--device {name}: unknown value; choose from auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
         _reject("--device cuda: torch sees no CUDA device")
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name in (None, "auto") else name
-    return torch.device(chosen)
+    return torch.device("cuda" if torch.cuda.is_available() and name != "cpu" else "cpu")
 
 
 def _hold_kernels() -> None:
@@ -129,8 +127,7 @@ def _measure(
         typer.echo(f"FAILED {line}", err=True)
     if found.interrupted:
         kept = sum(len(content["cases"]) for content in found.results.values())
-        again = "; --resume continues" if output is not None else ""
-        typer.echo(f"interrupted: {kept} cases are done{again}", err=True)
+        typer.echo(f"interrupted: {kept} cases are done{'; --resume continues' if output else ''}", err=True)
         return INTERRUPTED
     return CHECK_FAILED if found.failures else 0
 
@@ -189,7 +186,7 @@ def bench(
     from onetrip.environment import checkout, header
 
     from . import runner
-    from .measure.results import RECORDED, unwritable
+    from .measure.results import PARTIAL, RECORDED, unwritable
 
     chosen = _device(device)
     _hold_kernels()
@@ -197,11 +194,12 @@ def bench(
         found = runner.listing(chosen)
         typer.echo(json.dumps(found, indent=1)) if as_json else runner.print_listing(found)
         return
-    if render:
-        _render()
-        return
     with _rejecting():
         options = runner.Options.parse(only, quick, op=op, dtype=dtype, shape=shape, against=against, **{"pass": which})
+        if render:
+            if options.words or everything or output is not None:
+                _reject("--render takes no other option")
+            return _render()
         if everything:
             if options.values or only is not None:
                 _reject(f"--everything takes no {options.words[-1]}: --part names what to run")
@@ -225,6 +223,9 @@ def bench(
         places = () if folder is None else (folder, folder / header(chosen)["machine"]["id"])
         for reason in filter(None, map(unwritable, places)):
             _reject(reason)
+        unfinished = [places[-1] / f"{suite}{PARTIAL}" for suite in selected if places and not resume]
+        for path in filter(Path.exists, unfinished):
+            typer.echo(f"{path} is replaced; --resume would go on with it", err=True)
         try:
             status = _measure(options, chosen, folder, resume, as_json, selected)
         except KeyboardInterrupt:

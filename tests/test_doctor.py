@@ -1,10 +1,12 @@
 import math
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from onetrip import doctor, selfcheck
+from onetrip import anatomy, doctor, patch_model, selfcheck
 from onetrip.ops.common import backends
 from onetrip.reference import adam
 
@@ -174,10 +176,14 @@ def test_a_kernel_that_raises_is_a_failure_with_its_message(printed):
 )
 def test_a_backend_that_the_environment_names_in_vain_is_a_fault(monkeypatch, value, told, printed):
     monkeypatch.setenv("ONETRIP_BACKEND", value)
-    fault = doctor._fault([torch.device("cpu")])
+    fault = backends.environment_fault([torch.device("cpu")])
     assert fault.startswith(told) and bool(fault) == bool(told)
     report = doctor.Report({}, (), (), fault)
     assert report.healthy == (not told) and told in printed(doctor.render(report), width=200)
+    with pytest.raises(anatomy.UsageError, match=f"^{re.escape(told)}") if told else nullcontext():
+        anatomy.Options(model="tiny-bert", device="cpu").check()
+    with pytest.raises(ValueError, match=f"^patch_model: {told}") if value == "bogus" else nullcontext():
+        patch_model(torch.nn.Linear(2, 2))
 
 
 def test_checks_leave_the_generator_alone():

@@ -20,6 +20,7 @@ from .ops.common.backends import (
     KERNEL_DTYPES,
     available_backends,
     choose,
+    environment_fault,
     native,
     unavailable_reason,
     use_backend,
@@ -86,17 +87,7 @@ def examine(progress: Progress | None = None) -> Report:
             progress(done, len(planned), f"{device}, {backend}: {kernel.name}")
         checks.extend(selfcheck.run_check(device, backend, kernel, dtype))
     choices = tuple(choice for device in found for choice in _choices(device))
-    return Report(_facts(), choices, tuple(checks), _fault(found))
-
-
-def _fault(found: list[torch.device]) -> str:
-    name = os.environ.get("ONETRIP_BACKEND") or "auto"
-    if name == "auto":
-        return ""
-    if name not in BACKENDS:
-        return f"ONETRIP_BACKEND must be one of {('auto', *BACKENDS)}, got {name!r}: every operator raises"
-    reasons = [unavailable_reason(name, device.type, device.index or 0) for device in found]
-    return f"ONETRIP_BACKEND={name}: every operator raises, since {reasons[-1]}" if all(reasons) else ""
+    return Report(_facts(), choices, tuple(checks), environment_fault(found))
 
 
 def _facts() -> dict[str, str]:

@@ -74,6 +74,8 @@ def test_a_case_that_quick_leaves_out_is_unknown_to_it(rejected: Callable[..., s
         (["--device", "tpu"], "--device tpu: unknown value; choose from auto, cpu, cuda"),
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--quick", "--resume"], "--resume: --output must name the folder"),
+        (["--render", "--op", "adam"], "--render takes no other option"),
+        (["--render", "--output", "out"], "--render takes no other option"),
         (["--op", "softmax", "--shape", "1000000000x4096"], "does not fit: needs at least"),
     ],
 )
@@ -126,8 +128,8 @@ app(sys.argv[1:])
     ("arguments", "status", "message"),
     [
         (["--op=rms_norm", "--shape=8x8", "--against=eager"], 0, ""),
-        (["--render"], 2, "jinja2, matplotlib are not installed: pip install 'onetrip[bench]'"),
-        (["--everything", "--output=out"], 2, "pytest, jinja2, matplotlib are not installed"),
+        (["--render"], 2, "not installed: jinja2, matplotlib; pip install 'onetrip[bench]'"),
+        (["--everything", "--output=out"], 2, "not installed: pytest, jinja2, matplotlib"),
     ],
 )
 def test_only_pages_and_the_full_run_need_more_than_onetrip(
@@ -244,6 +246,10 @@ def test_ctrl_c_keeps_what_is_done_and_resume_does_the_rest(tmp_path: Path) -> N
     assert path.name == "row_norm.json"
     assert records(path) == [f"rms_norm-M{n}-N64-fp32" for n in (8, 16, 32, 48, 56)]
     assert json.loads(path.read_text())["complete"] is True
+
+    unfinished = path.rename(path.with_name("row_norm.partial.json"))
+    again = bench(*arguments, cwd=tmp_path)
+    assert f"{unfinished} is replaced; --resume would go on with it" in again.stderr and not unfinished.exists()
 
     rejected = bench(*arguments, "--pass=forward", "--resume", cwd=tmp_path)
     assert rejected.returncode == 2 and "was measured with another choice of" in rejected.stderr

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import optim
+from ..ops.common.backends import environment_fault
 from .fits import memory_size
 from .gpus import SPEEDS, Speed, known, usable_bytes
 from .models import UsageError
@@ -83,6 +84,8 @@ class Options:
             raise UsageError("--columns compiled can be measured only, not predicted: leave it out")
         if self.fits is not None and self.gpu is not None:
             raise UsageError("--fits and --gpu must not both be given")
+        if fault := environment_fault([self.torch_device()] if self.runs else []):
+            raise UsageError(fault)
         self.memory()
 
     def autocast_dtype(self) -> torch.dtype | None:

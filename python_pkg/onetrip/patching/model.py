@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch._guards import detect_fake_mode
 
+from ..ops.common.backends import environment_fault
 from . import activations, dropouts, experts, linear_loss, rotary, scans, watched_logits
 from .attention import cached, eager, heads, one_mask
 from .calls import counter_of, original_class
@@ -75,13 +76,16 @@ def patch_model(
         can be fused. False patches no attention.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
     strict: raise RuntimeError if nothing is patched.
-    Raises TypeError or ValueError for wrong arguments, RuntimeError in FakeTensorMode: nothing can be compared there.
+    Raises TypeError or ValueError for wrong arguments or an unknown ONETRIP_BACKEND, RuntimeError in
+        FakeTensorMode: nothing can be compared there.
     copy.deepcopy of a patched model is patched. pickle and torch.save keep the original classes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
     if detect_fake_mode() is not None:
         raise RuntimeError("patch_model: must be called outside of FakeTensorMode, in which nothing can be compared")
+    if fault := environment_fault([]):
+        raise ValueError(f"patch_model: {fault}")
     wanted = _checked_attention(attention, _checked_patterns(patterns))
     excluded = _checked_exclude(model, exclude)
     patcher = _Patcher(model, Classifier(model, wanted, excluded, attention), excluded, verify)

@@ -141,6 +141,17 @@ def _process_wide() -> str:
     return cast(str, _process_choice)
 
 
+def environment_fault(devices: list[torch.device]) -> str:
+    """Why every operator raises, at least on these devices, if ONETRIP_BACKEND is why; else nothing."""
+    name = os.environ.get("ONETRIP_BACKEND") or "auto"
+    if name == "auto":
+        return ""
+    if name not in BACKENDS:
+        return f"ONETRIP_BACKEND must be one of {('auto', *BACKENDS)}, got {name!r}: every operator raises"
+    reasons = [unavailable_reason(name, device.type, device.index or 0) for device in devices]
+    return f"ONETRIP_BACKEND={name}: every operator raises, since {reasons[-1]}" if reasons and all(reasons) else ""
+
+
 def _has(name: str, family: str | None) -> bool:
     return family is None or name == "reference" or family in FAMILIES[name]
 
