@@ -13,6 +13,7 @@ from onetrip import anatomy, measure, patched
 from onetrip.anatomy import format_bytes
 from onetrip.anatomy.bytes import CLASSES
 from onetrip.anatomy.report import page, render
+from onetrip.ops.attention import heads, recomputed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 COMPARE = importlib.import_module("onetrip.anatomy.compare")  # its package has a function of this name
@@ -337,6 +338,29 @@ def test_fused_attention_is_predicted(name):
     assert said.saved_activations == pytest.approx(was.saved_activations, rel=TOLERANCE)
     assert said.peak == pytest.approx(was.peak, rel=PROMISED)
     assert said.saved_activations < anatomy.predict(fake, make, sgd, mode).saved_activations
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_cut_of_attention_stands_for_those_alike(monkeypatch, dtype):
+    options = anatomy.Options(
+        "tiny-bert", 37, 512, dtype, columns=("patched",), predict_only=True, device="cpu", steps=1, warm_up=0
+    )
+
+    def predicted():
+        return anatomy.compare(options).columns["patched"].predicted
+
+    n_cuts = []
+
+    def every_cut(cuts, key):
+        n_cuts.append(len(cuts))
+        return cuts
+
+    said = predicted()
+    for module in (heads, recomputed):
+        monkeypatch.setattr(module, "each_of", every_cut)
+    of_all = predicted()
+    assert min(n_cuts) > 4
+    assert said.traffic.to_dict() == of_all.traffic.to_dict() and said.peak == of_all.peak
 
 
 def test_frozen_parameters_have_no_gradients_and_states():

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..ops.common.products import widens
+from ..ops.common.tracing import times
 from ..ops.cross_entropy_linear import Linear
 from ..reference.cross_entropy import CrossEntropyPlan
 
@@ -122,10 +123,10 @@ class Traffic:
 
     def add(self, phase: str, name: str, kind: str, read: int, written: int, flops: int = 0) -> None:
         counted = self.operators.setdefault((phase, name), OperatorTraffic(phase, name, kind))
-        counted.calls += 1
-        counted.read += read
-        counted.written += written
-        counted.flops += flops
+        counted.calls += times()
+        counted.read += times() * read
+        counted.written += times() * written
+        counted.flops += times() * flops
 
     def _of(self, kind: str | None = None, phase: str | None = None) -> Iterator[OperatorTraffic]:
         for each in self.operators.values():

@@ -6,16 +6,18 @@ takes as long as all at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...reference.philox import Rng, dropout_scale
 from ...reference.softmax import SoftmaxPlan
 from ..common.masks import kernel_mask
-from ..common.tracing import have_storage
+from ..common.tracing import have_storage, standing_for, watched_as
 from ..softmax_autograd import backward, forward
 
 
@@ -101,6 +103,19 @@ def _even_step(n: int, most: int) -> int:
     return ceil(n / ceil(n / most))
 
 
+def each_of(cuts: list[Cut], key: Tensor) -> Iterator[Cut]:
+    """The cuts, one after the other. A prediction reads no values: there one stands for all of its shape."""
+    if watched_as() is None or not isinstance(key, FakeTensor):
+        yield from cuts
+        return
+    alike: dict[tuple[int, ...], list[Cut]] = {}
+    for cut in cuts:
+        alike.setdefault(tuple(len(range(n)[part]) for part, n in zip(cut, key.shape, strict=False)), []).append(cut)
+    for first, *others in alike.values():
+        with standing_for(1 + len(others)):
+            yield first
+
+
 def _cuts(query: Tensor, key: Tensor, n_cols: int, on_cpu: bool) -> list[Cut]:
     """Elsewhere than on a CPU launches cost more than temporaries."""
     return cuts_of(query, key, n_cols, _CUT_BYTES) if on_cpu else [EVERYTHING]
@@ -168,7 +183,7 @@ def attend(operands: Operands, rng: Rng | None, plan: Plan) -> tuple[Tensor, Ten
     bias, sink = (
         None if each is None else each.expand(*scores.shape[:-1], each.shape[-1]) for each in (position_bias, sinks)
     )
-    for cut in cuts:
+    for cut in each_of(cuts, key):
         heads = of_heads(cut, n_repeats)
         bias_of_cut, sink_of_cut = (None if each is None else each[heads] for each in (bias, sink))
         write_scores(scores[heads], query[heads], key[cut], bias_of_cut, sink_of_cut, plan)
@@ -181,7 +196,7 @@ def attend(operands: Operands, rng: Rng | None, plan: Plan) -> tuple[Tensor, Ten
         return torch.ops.aten._unsafe_view(output, (*query.shape[:3], value.shape[3])), weights, p
     # As models lay it out next, (batch, Q, heads, width): the transpose back costs them no copy.
     output = empty_output(query, value)
-    for cut in cuts:
+    for cut in each_of(cuts, key):
         heads = of_heads(cut, n_repeats)
         values = value[cut]
         rows = folded(weights[heads], values.shape[1])[..., weights.shape[-1] - n_keys :]
@@ -230,7 +245,7 @@ def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradient
         None,
     )
     buffer = torch.empty_like(p[of_heads(cuts[0], n_repeats)])
-    for cut in cuts:
+    for cut in each_of(cuts, key):
         heads = of_heads(cut, n_repeats)
         do, dw = (None if each is None else each[heads] for each in (doutput, dweights))
         of_cut = BackwardOperands(do, dw, query[heads], key[cut], value[cut], p[heads])

@@ -27,6 +27,7 @@ from .heads import (
     Plan,
     Wanted,
     cuts_of,
+    each_of,
     empty_output,
     folded,
     gradients_of_cut,
@@ -82,7 +83,7 @@ def attend_in_cache(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     output = empty_output(query, value)
     cuts = cuts_of(query, key, key.shape[2], _CACHE_BYTES)
     buffers = _buffers(query[of_heads(cuts[0], n_repeats)], key)
-    for cut in cuts:
+    for cut in each_of(cuts, key):
         heads, values = of_heads(cut, n_repeats), value[cut]
         p = _probabilities(query[heads], key[cut], _of_cut(mask, heads), buffers, plan)
         rows = torch.bmm(folded(p, values.shape[1]), values.flatten(0, 1))
@@ -109,7 +110,7 @@ def _gradients(
         sinks=None,
         bias=None,
     )
-    for cut in cuts:
+    for cut in each_of(cuts, key):
         heads = of_heads(cut, n_repeats)
         q, k, v, do = (  # each is read by several products
             each[place].contiguous() for each, place in ((query, heads), (key, cut), (value, cut), (doutput, heads))

@@ -18,6 +18,7 @@ Path: TypeAlias = Literal["composed", "traced", "eager"]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
 _watched_as: ContextVar[str | None] = ContextVar("onetrip_watched_as", default=None)
+_times: ContextVar[int] = ContextVar("onetrip_times", default=1)
 
 
 def is_autocasting(x: Tensor) -> bool:
@@ -79,6 +80,21 @@ def watched(device_type: str) -> Iterator[None]:
 def watched_as() -> str | None:
     """The device type of watched(); None outside of it."""
     return None if torch.compiler.is_compiling() else _watched_as.get()
+
+
+@contextmanager
+def standing_for(times: int) -> Iterator[None]:
+    """The calls inside the with block stand for so many alike, as measure.traffic counts them."""
+    token = _times.set(times)
+    try:
+        yield
+    finally:
+        _times.reset(token)
+
+
+def times() -> int:
+    """How many calls alike one stands for."""
+    return _times.get()
 
 
 def is_recorded() -> bool:
