@@ -166,7 +166,7 @@ def test_what_cannot_be_imported_is_named(name, monkeypatch):
 
     monkeypatch.delitem(sys.modules, "transformers")
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    said = "this command needs transformers: pip" if name == "transformers" else "cannot be imported: no tokenizers here$"
+    said = "needs transformers: pip" if name == "transformers" else "cannot be imported: no tokenizers here$"
     with pytest.raises(anatomy.UsageError, match=said):
         anatomy.load_model("tiny-bert")
 

@@ -13,7 +13,7 @@ import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.rotary import FoundRotation, read_rotations
-from patching_cases import DECODER, tiny_model, written
+from patching_cases import DECODER, function_module, tiny_model, written
 from rotary_cases import halves, llama
 from torch import Tensor, nn
 
@@ -372,6 +372,17 @@ def test_a_function_exchanged_later_is_called(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys.modules[__name__], "llama", only_q_doubled)
     q, k, cos, sin = model.inputs()
     assert torch.equal(model(q, k, cos, sin)[0], 2 * q) and report.calls() == {"": (0, 1)}
+
+
+def test_a_module_that_the_package_kernels_makes_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = Llama(), function_module(llama)
+    monkeypatch.setattr(sys.modules[__name__], "llama", made)
+    q, k, cos, sin = model.inputs()
+    expected = model(q, k, cos, sin)
+    report = patch_model(model)
+    assert all(map(torch.equal, model(q, k, cos, sin), expected)) and report.calls() == {"": (1, 0)}
+    made.forward = only_q_doubled  # as kernelize puts a kernel there
+    assert torch.equal(model(q, k, cos, sin)[0], 2 * q) and report.calls() == {"": (1, 1)}
 
 
 def only_q_doubled(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:

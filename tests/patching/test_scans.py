@@ -23,7 +23,16 @@ from outcomes import (
     patch_and_compare,
     penalty_gradients,
 )
-from patching_cases import COMMON, WIDTH, compiles_transformers, module_of, randomised, tiny_model, token_ids
+from patching_cases import (
+    COMMON,
+    WIDTH,
+    compiles_transformers,
+    function_module,
+    module_of,
+    randomised,
+    tiny_model,
+    token_ids,
+)
 from torch import Tensor
 
 SOURCE = """
@@ -304,6 +313,19 @@ def test_what_is_called_may_be_anything_and_is_not_kept(x: Tensor, tmp_path: Pat
     del model
     gc.collect()
     assert weight() is None
+
+
+def test_a_module_of_the_package_kernels(x: Tensor, tmp_path: Path) -> None:
+    """What its decorators make of a function, until a kernel takes its place."""
+    model = mixer(FOUND["read and written"], tmp_path)
+    expected, names = outcome(model, x), vars(type(model))["forward"].__globals__
+    names["scan"] = function_module(names["scan"])
+    report = patched(model)
+    assert_equal(outcome(model, x), expected)
+    assert report.calls() == {"": (1, 0)}
+    names["scan"].forward = lambda x, decay, n, module: x
+    model(x)
+    assert report.calls() == {"": (1, 1)}
 
 
 WRAPPER = """

@@ -96,6 +96,18 @@ def module_of(source: str, folder: Path) -> Any:
     return module
 
 
+def function_module(function: Any) -> nn.Module:
+    """As the package kernels makes of a function that use_kernel_forward_from_hub decorates."""
+
+    class Func(nn.Module):
+        kernel_layer_name = "a name in its mappings"
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    return Func()
+
+
 class Norm(nn.Module):
     """Parts of the leaf norms below, which differ in names, cast orders and where eps comes from."""
 

@@ -124,9 +124,18 @@ def wrapped(function: Any) -> Any:
     return inner if is_known and vars(function).keys() == {"__wrapped__"} else None
 
 
-def contents(function: FunctionType) -> list[Any]:
+def contents(function: Any) -> list[Any]:
     """What the cells of a function hold."""
     return [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
+
+
+def plain_function(called: Any) -> Any:
+    """The function in the module that the package kernels makes of a decorated one, as long as no kernel takes its
+    place; anything else as it is."""
+    if not isinstance(called, nn.Module) or not hasattr(type(called), "kernel_layer_name") or "forward" in vars(called):
+        return called
+    found = contents(type(called).forward)
+    return found[0] if len(found) == 1 and isinstance(found[0], FunctionType) else called
 
 
 def rewrapped(wrapper: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from ..ops.common.backends import KERNEL_DTYPES, use_backend
 from . import calls
 from .attention.interface import interface_of, is_of_transformers
 from .attention.reads import caches_beside_products, nodes_after
+from .classes import plain_function
 from .forward import Forward, Place, places
 from .rewriting import InForward, Rewriting
 from .source import Inliner, calls_in, is_pure, matches, resolve
@@ -168,7 +169,7 @@ class Rotated:
         **options: Any,
     ) -> Any:
         """n_sliced: columns of q and k that the function is given; None for all."""
-        layout = self.rotation.layout(q, k, cos, sin) if function is self.rotation.function else None
+        layout = self.rotation.layout(q, k, cos, sin) if plain_function(function) is self.rotation.function else None
         if layout is not None and n_sliced in (None, self.rotation.n_rotated(cos)):
             calls.count_fused(module)
             return self.rotation.fused(layout, q, k, cos, sin, self.for_attention and self._casts(module, cache))
@@ -229,7 +230,7 @@ def read_rotations(forward: Forward) -> list[FoundRotation]:
         match node:
             case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_, _, _, _, *more], keywords=keywords):
                 if all(isinstance(each, ast.Constant) for each in (*more, *(each.value for each in keywords))):
-                    resolved = called = resolve(function, forward.globals)
+                    resolved = called = plain_function(resolve(function, forward.globals))
                     options = {each.arg: each.value.value for each in keywords if each.arg}  # type: ignore[attr-defined]
                     if more or options:
                         called = partial(_called_with, called, [each.value for each in more], options)  # type: ignore[attr-defined]

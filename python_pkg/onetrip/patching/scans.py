@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import calls
-from .classes import Rewrite, contents, method_of, rewrapped, wrapped
+from .classes import Rewrite, contents, method_of, plain_function, rewrapped, wrapped
 from .forward import Forward, Place, assigned_name, mentions, places, read_forward, written_names
 from .rewriting import InForward, Rewriting
 from .source import calls_in, define, own_variables, resolve
@@ -69,7 +69,7 @@ class Scan:
 
     def __call__(self, module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         method = getattr(function, "__func__", None)
-        if self.function not in (function, method):
+        if self.function not in (plain_function(function), method):
             calls.count_fallback(module)
         elif torch.is_grad_enabled() and not calls.is_followed():
             calls.count_fused(module)
@@ -186,9 +186,9 @@ class Written:
 
 def _called(module: nn.Module, function: ast.expr, names: Mapping[str, Any]) -> Any:
     """What a call's function is: a global one, a method, or an attribute of the instance."""
-    return (
-        getattr_static(module, function.attr, None) if isinstance(function, ast.Attribute) else resolve(function, names)
-    )
+    if isinstance(function, ast.Attribute):
+        return plain_function(getattr_static(module, function.attr, None))
+    return plain_function(resolve(function, names))
 
 
 _known: WeakKeyDictionary[FunctionType, Scan | None] = WeakKeyDictionary()
