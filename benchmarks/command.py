@@ -198,7 +198,7 @@ def bench(
         options = runner.Options.parse(only, quick, op=op, dtype=dtype, shape=shape, against=against, **{"pass": which})
         if render:
             if options.words or everything or output is not None:
-                _reject("--render takes no other option")
+                _reject("--render takes no cases and no folder")
             return _render()
         if everything:
             if options.values or only is not None:

@@ -130,7 +130,7 @@ struct Rotary {
   bool interleaved, inverse;
 };
 
-// kClampedSilu: silu with the numbers of ClampedGlu, of a gate with up.
+// In the order of ACTIVATIONS in reference/glu.py; then kClampedSilu: silu with the numbers of ClampedGlu.
 enum class Activation : int32_t { kSilu, kGelu, kGeluTanh, kRelu2, kRelu, kQuickGelu, kClampedSilu };
 
 // g = min(gate, limit);  y = g / (1 + e^(-alpha g)) * (clamp(up, -limit, limit) + up_offset)

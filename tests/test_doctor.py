@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from onetrip import anatomy, doctor, patch_model, selfcheck
+from onetrip import anatomy, doctor, patch_model, selfcheck, set_backend
 from onetrip.ops.common import backends
 from onetrip.reference import adam
 
@@ -176,6 +176,7 @@ def test_a_kernel_that_raises_is_a_failure_with_its_message(printed):
 )
 def test_a_backend_that_the_environment_names_in_vain_is_a_fault(monkeypatch, value, told, printed):
     monkeypatch.setenv("ONETRIP_BACKEND", value)
+    monkeypatch.setattr(backends, "_process_choice", None)
     fault = backends.environment_fault([torch.device("cpu")])
     assert fault.startswith(told) and bool(fault) == bool(told)
     report = doctor.Report({}, (), (), fault)
@@ -184,6 +185,8 @@ def test_a_backend_that_the_environment_names_in_vain_is_a_fault(monkeypatch, va
         anatomy.Options(model="tiny-bert", device="cpu").check()
     with pytest.raises(ValueError, match=f"^patch_model: {told}") if value == "bogus" else nullcontext():
         patch_model(torch.nn.Linear(2, 2))
+    set_backend("reference")  # instead
+    patch_model(torch.nn.Linear(2, 2))
 
 
 def test_checks_leave_the_generator_alone():

@@ -90,8 +90,8 @@ def _store_pairs(
 
 @triton.jit
 def _activated(x, alpha, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, IS_FLOAT32: tl.constexpr):
-    """act(x) and its derivative; what a kernel does not use is not compiled. alpha: of x sigmoid(alpha x), which is
-    silu where CLAMPED, and quick_gelu."""
+    """act(x) and its derivative; what a kernel does not use is not compiled. alpha: of x sigmoid(alpha x), the formula
+    of quick_gelu and, where CLAMPED, of silu."""
     if CLAMPED or ACTIVATION == 5:  # quick_gelu
         value, complement = _logistic(alpha * x)
         y = x * value

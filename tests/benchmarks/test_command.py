@@ -74,8 +74,8 @@ def test_a_case_that_quick_leaves_out_is_unknown_to_it(rejected: Callable[..., s
         (["--device", "tpu"], "--device tpu: unknown value; choose from auto, cpu, cuda"),
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--quick", "--resume"], "--resume: --output must name the folder"),
-        (["--render", "--op", "adam"], "--render takes no other option"),
-        (["--render", "--output", "out"], "--render takes no other option"),
+        (["--render", "--op", "adam"], "--render takes no cases and no folder"),
+        (["--render", "--output", "out"], "--render takes no cases and no folder"),
         (["--op", "softmax", "--shape", "1000000000x4096"], "does not fit: needs at least"),
     ],
 )

@@ -46,6 +46,12 @@ def other(x):
 class Counter:
     pass
 
+@torch.jit.script
+def scripted(state, x):
+    return state.mul_(0.5).add_(x)
+
+activation = nn.SiLU()
+
 {decorators}
 def scan(x, decay, n, module=None):
 {body}
@@ -149,7 +155,7 @@ NOT_JOINED = {
         y = torch.zeros_like(x.transpose(0, 1).contiguous().transpose(0, 1))
         for i in range(n):
             y[:, i] = x[:, i].sin()
-        return y.transpose(0, 1).contiguous().view(n, -1).view(n, -1, 16).transpose(0, 1)""",
+        return y.transpose(0, 1).view(n, -1).view(n, -1, 16).transpose(0, 1)""",
 }
 """Loops that are found, and write in another way than a stack does."""
 IN_LOOP = {
@@ -160,7 +166,16 @@ IN_LOOP = {
     "a result in place": "torch.mul(x[:, i], 2.0, out=state); y[:, i] = state",
     "an attribute": "counter.state = counter.state + x[:, i]; y[:, i] = counter.state",
     "an attribute in place": "counter.state += x[:, i].detach(); y[:, i] = counter.state",
-    "a method of another": "y[:, i] = counter.add(x[:, i]); y[:, i] = counter.add_up(x[:, i])",
+    "a method of another": "y[:, i] = counter.add(x[:, i])",
+    "a method of one in a list": "y[:, i] = steps[0].add(x[:, i])",
+    "a method of a result": "counter = counter.add(x[:, i]); y[:, i] = counter",
+    "another list": "counter.append(x[:, i] * 2)",
+    "into another": "y[:, i] = torch.mul(x[:, i], 2.0, out=state)",
+    "a function in place": "y[:, i] = torch.relu_(state)",
+    "a scripted function": "s = scripted(state, x[:, i]); y[:, i] = s",
+    "a function that may work in place": "y[:, i] = torch.nn.functional.threshold(state, 0.1, 0.0, True)",
+    "running numbers": "y[:, i] = torch.batch_norm(x[:, i], None, None, state[0], state[1], True, 0.1, 1e-5, False)",
+    "a module": "y[:, i] = activation(x[:, i])",
     "read where it is written": "y[:, i] = x[:, i] + y[:, i - 1]",
     "written twice": "y[:, i] = x[:, i]; y[:, i] = decay[:, i]",
     "in a condition": "if i % 2: y[:, i] = x[:, i]",
@@ -329,6 +344,8 @@ def test_a_module_of_the_package_kernels(x: Tensor, tmp_path: Path) -> None:
 
 
 WRAPPER = """
+__name__ = "transformers.integrations.hub_kernels"
+
 def fallback(function):
     {kernel}
     implementation = {implementation}

@@ -82,7 +82,7 @@ def load_model(name: str, *, weights: bool = True) -> nn.Module:
         import transformers
     except ImportError as error:
         if error.name == "transformers":
-            raise UsageError("this command needs transformers: pip install 'onetrip[transformers]'") from error
+            raise UsageError("needs transformers: pip install 'onetrip[transformers]'") from error
         raise UsageError(f"transformers cannot be imported: {first_line(error)}") from error
     is_preset = name in PRESETS
     if is_preset:

@@ -112,16 +112,14 @@ def method_of(cls: Any, name: str) -> Any:
 
 
 def wrapped(function: Any) -> Any:
-    """The plain function inside a decorator's wrapper that keeps it in one cell, or in several beside texts and truth
-    values alone, and nowhere else; None for others."""
+    """The plain function inside a decorator's wrapper that keeps it in one cell, and not as an attribute; None if there
+    is none. transformers' wrapper of a function that a package may replace keeps it in two."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(function, FunctionType) or not isinstance(inner, FunctionType):
         return None
-    others = [value for value in contents(function) if value is not inner]
-    n_cells = len(contents(function)) - len(others)
-    texts = [each for value in others for each in (value if isinstance(value, tuple) else (value,))]
-    is_known = n_cells == 1 or (n_cells > 1 and all(isinstance(each, (str, bool)) for each in texts))
-    return inner if is_known and vars(function).keys() == {"__wrapped__"} else None
+    n_cells = sum(value is inner for value in contents(function))
+    is_hubs = function.__globals__.get("__name__") == "transformers.integrations.hub_kernels"
+    return inner if (n_cells == 1 or (is_hubs and n_cells)) and vars(function).keys() == {"__wrapped__"} else None
 
 
 def contents(function: Any) -> list[Any]:

@@ -1,14 +1,14 @@
 """Scans over a sequence, as transformers writes them where the packages with their kernels are not installed.
 
-    for i in range(n):                        steps = x.unbind(2)
+    for i in range(n):                        steps, written = steps_of(x, 2, range(n)), Written(y, 2)
         state = decay * state + x[:, :, i]    for i in range(n):
         y[:, :, i] = state               ->       state = decay * state + steps[i]
-                                                  written.append(state)
-                                              y = torch.stack(written, 2)
+                                                  written[i] = state
+                                              y = written.joined()
 
 Mamba's selective scan, the gated delta rule of Qwen3-Next and Qwen3.5. Of x[:, :, i] autograd writes a gradient of the
 size of x, zero at the other steps, and adds them up; of y[:, :, i] it copies the gradient of y: bytes that grow with
-the square of n. Of unbind and stack, each is written once.
+the square of n. Steps are those of one unbind, and are joined by one stack: each gradient is written once.
 The results have the same bits; gradients of a step that is read twice may be added up in another order.
 """
 
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from inspect import getattr_static
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -71,10 +71,16 @@ class Scan:
         method = getattr(function, "__func__", None)
         if self.function not in (plain_function(function), method):
             calls.count_fallback(module)
-        elif torch.is_grad_enabled() and not calls.is_followed():
+        elif _need_gradient(*args, *kwargs.values(), *(module.parameters() if method else ())):
             calls.count_fused(module)
             return self.fused(*args, **kwargs) if method is None else self.fused(function.__self__, *args, **kwargs)
         return function(*args, **kwargs)
+
+
+def _need_gradient(*read: Any) -> bool:
+    """Whether autograd records, and no compiler or transform follows it."""
+    wanted = torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in read)
+    return wanted and not calls.is_followed()
 
 
 class _Found(NamedTuple):
@@ -186,9 +192,13 @@ class Written:
 
 def _called(module: nn.Module, function: ast.expr, names: Mapping[str, Any]) -> Any:
     """What a call's function is: a global one, a method, or an attribute of the instance."""
-    if isinstance(function, ast.Attribute):
-        return plain_function(getattr_static(module, function.attr, None))
-    return plain_function(resolve(function, names))
+    if not isinstance(function, ast.Attribute):
+        return plain_function(resolve(function, names))
+    found = getattr_static(module, function.attr, None)
+    is_method = function.attr not in vars(module) and isinstance(found, FunctionType)
+    if is_method and found.__code__.co_argcount == 2:  # activations/methods.py may rewrite it
+        return None
+    return plain_function(found)
 
 
 _known: WeakKeyDictionary[FunctionType, Scan | None] = WeakKeyDictionary()
@@ -254,7 +264,7 @@ def _loop(forward: Forward, place: Place) -> _Loop | None:
     binds = any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement.iter))
     if place.in_loop or is_bound_again or binds or not all(map(_computes, statement.body)):
         return None
-    if not all(_is_known(forward, node) for node in nodes):
+    if not _is_known(forward, statement):
         return None
     reads: dict[_Step, list[ast.Subscript]] = {}
     for node in nodes:
@@ -288,21 +298,58 @@ _EXPRESSIONS = (
 )
 
 
-def _is_known(forward: Forward, node: ast.AST) -> bool:
-    """Whether a part of a loop computes a value from others, and nothing besides: the steps are all made before the
-    loop, and what is written is read after it."""
-    if not isinstance(node, ast.Call):
-        return isinstance(node, _EXPRESSIONS) and not (isinstance(node, ast.keyword) and node.arg in ("out", "inplace"))
-    match node.func:
-        case ast.Attribute(value=ast.Name(), attr="append"):
-            return True
-        case ast.Attribute(value=value, attr=name) if resolve(node.func, forward.globals) is None:
-            of_self = any(isinstance(each, ast.Name) and each.id == "self" for each in ast.walk(value))
-            is_new = isinstance(value, ast.BinOp)
-            return hasattr(Tensor, name) and not of_self and (is_new or not name.endswith("_"))
-    function = resolve(node.func, forward.globals)
-    is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] in ("torch", "None")
-    return is_torchs and not isinstance(function, type) and not function.__name__.endswith("_")
+def _is_known(forward: Forward, loop: ast.For) -> bool:
+    """Whether a loop's body computes tensors from others, and nothing besides: the steps are all made before the loop,
+    and what is written is read after it."""
+    tensors: set[str] = set()
+
+    def is_tensor(value: ast.expr) -> bool:
+        match value:
+            case ast.Name(id=name):
+                return name in tensors
+            case ast.Subscript(value=whole, slice=where):
+                has_slices = isinstance(where, ast.Tuple) and any(isinstance(each, ast.Slice) for each in where.elts)
+                return has_slices or is_tensor(whole)
+        return isinstance(value, (ast.BinOp, ast.Call))  # calls are of tensors' methods, or of torch's functions
+
+    def is_known(node: ast.AST) -> bool:
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append")):
+                return _is_new_list(forward, name)
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if resolve(node.func, forward.globals) is None:
+                is_in_place = name.endswith("_") and not isinstance(value, ast.BinOp)
+                return hasattr(Tensor, name) and is_tensor(value) and not is_in_place
+            case ast.Call(func=function):
+                return _computes_only(resolve(function, forward.globals))
+            case ast.keyword(arg="out"):
+                return False
+        return isinstance(node, _EXPRESSIONS)
+
+    for statement in loop.body:
+        if not all(map(is_known, ast.walk(statement))):
+            return False
+        match statement:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                pairs = list(zip(names, values, strict=False))
+            case ast.Assign(targets=[name], value=value):
+                pairs = [(name, value)]
+            case _:
+                pairs = []
+        tensors |= {name.id for name, value in pairs if isinstance(name, ast.Name) and is_tensor(value)}
+    return True
+
+
+def _computes_only(function: Any) -> bool:
+    """Whether it is a function of torch's that writes to no argument."""
+    name = getattr(function, "__name__", "")
+    is_torchs = isinstance(function, BuiltinFunctionType) and getattr(torch, name, None) is function
+    return is_torchs and not name.endswith(("_", "batch_norm", "instance_norm"))
+
+
+def _is_new_list(forward: Forward, name: str) -> bool:
+    stored = [node for node in ast.walk(forward.tree) if isinstance(node, ast.Name) and node.id == name]
+    made = [ast.unparse(each.statement) for each in places(forward.tree.body) if assigned_name(each.statement) == name]
+    return made == [f"{name} = []"] and sum(isinstance(node.ctx, ast.Store) for node in stored) == 1
 
 
 def _leaves(forward: Forward, loop: ast.For, reads: Iterable[_Step]) -> bool:
@@ -356,7 +403,8 @@ def _is_new(forward: Forward, name: str, place: Place) -> bool:
     before = [each for each in place.block[: place.position] if mentions(each, name)]
     match before[-1] if before else None:
         case ast.Assign(value=ast.Call(func=function)) as made:
-            return assigned_name(made) == name and resolve(function, forward.globals) in _NEW
+            is_given = any(each.arg == "out" for each in made.value.keywords)  # type: ignore[attr-defined]
+            return assigned_name(made) == name and resolve(function, forward.globals) in _NEW and not is_given
     return False
 
 

@@ -143,7 +143,7 @@ def _process_wide() -> str:
 
 def environment_fault(devices: list[torch.device]) -> str:
     """Why every operator raises, at least on these devices, if ONETRIP_BACKEND is why; else nothing."""
-    name = os.environ.get("ONETRIP_BACKEND") or "auto"
+    name = _process_choice or os.environ.get("ONETRIP_BACKEND") or "auto"
     if name == "auto":
         return ""
     if name not in BACKENDS:
