@@ -121,4 +121,4 @@ def test_the_self_check_of_every_backend(gpu: dict[str, str]) -> None:
     backends = ["cpu on cpu", "cuda on cuda:0", "reference on cuda:0"]
     for backend in [*backends, *([] if triton_machine_missing() else ["triton on cuda:0"])]:
         assert f"Self-check of {backend}" in output
-    assert re.search(r"all \d{3} checks passed", output), output[-2000:]
+    assert re.search(r"all \d+ checks passed", output), output[-2000:]

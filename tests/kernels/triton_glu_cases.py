@@ -54,8 +54,17 @@ def check(
         assert_close(one, true, terms=16 * len(dy) if name == "bias" else 4)
 
 
-@pairwise(n_cols=[1, 3, 64, 520, 1030], dtype=DTYPES, activation=ACTIVATIONS)
+@pairwise(n_cols=[1, 3, 64, 520, 1030], dtype=DTYPES, activation=ACTIVATIONS[:-1])
 def test_widths(n_cols, dtype, activation):
+    check_width(n_cols, dtype, activation)
+
+
+@pairwise(n_cols=[3, 520], dtype=DTYPES)
+def test_quick_gelu(n_cols, dtype):
+    check_width(n_cols, dtype, "quick_gelu")
+
+
+def check_width(n_cols, dtype, activation):
     n_rows = 5 if n_cols > 512 else 13
     gate, up, dy = (randn(n_rows, n_cols, dtype=dtype) for _ in range(3))
     check(Operands(gate, up, None), dy, GluPlan(activation))
