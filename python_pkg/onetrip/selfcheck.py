@@ -22,6 +22,7 @@ from . import ops
 from .ops.common.backends import FAMILIES, KERNEL_DTYPES, use_backend
 from .optim import AdamW8bit
 from .optim.state import RESIDUAL
+from .patching.activations.fused import FORMULAS
 from .reference.glu import ACTIVATIONS
 from .reference.philox import dropout_scale, keep_mask
 
@@ -200,19 +201,9 @@ def _softmax(name: str, dropout_p: float = 0.0, *, masked: bool = False) -> Kern
     return Kernel(name, "softmax", inputs, fused, unfused, dropout_p)
 
 
-_UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-    "relu": F.relu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
-
-
 def _glu(activation: str) -> Kernel:
     def unfused(keep: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        return _UNFUSED[activation](gate) * up
+        return FORMULAS[activation](gate) * up
 
     inputs = {"gate": _ROWS, "up": _ROWS}
     return Kernel(f"glu, {activation}", "glu", inputs, partial(ops.glu, activation=activation), unfused)
@@ -228,14 +219,14 @@ def _packed_glu(activation: str) -> Kernel:
 
     def unfused(keep: Tensor, gate_up: Tensor) -> Tensor:
         gate, up = halves(gate_up).chunk(2, -1)
-        return _UNFUSED[activation](gate) * up
+        return FORMULAS[activation](gate) * up
 
     return Kernel(f"packed glu, {activation}", "glu", {"gate_up": _ROWS}, fused, unfused)
 
 
 def _bias_activation(activation: str) -> Kernel:
     def unfused(keep: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-        return _UNFUSED[activation](x + bias)
+        return FORMULAS[activation](x + bias)
 
     fused = partial(ops.bias_activation, activation=activation)
     return Kernel(f"bias+{activation}", "glu", {"x": _ROWS, "bias": _VECTOR}, fused, unfused)

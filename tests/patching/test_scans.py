@@ -14,6 +14,7 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
+from onetrip.patching.scans import steps_of
 from outcomes import (
     assert_agree,
     assert_compiles,
@@ -255,6 +256,10 @@ def test_what_no_stack_writes(name: str, x: Tensor, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LEFT)
 def test_other_loops_are_left(name: str, tmp_path: Path) -> None:
     assert not patch_model(mixer(LEFT[name], tmp_path), patterns=("scan",)).patched
+
+
+def test_few_steps_of_many_are_read_one_by_one(x: Tensor) -> None:
+    assert isinstance(steps_of(x, 1, range(9)), tuple) and not isinstance(steps_of(x, 1, range(3)), tuple)
 
 
 def test_no_steps_and_too_many(x: Tensor, tmp_path: Path) -> None:

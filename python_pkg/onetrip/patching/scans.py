@@ -89,7 +89,7 @@ class _Found(NamedTuple):
 
 
 def read_scans(forward: Forward) -> list[ast.Call]:
-    """Calls of functions of the model's file, and of self.name."""
+    """Calls of global functions, and of self.name."""
     own = forward.function.__code__.co_varnames
     return [
         call
@@ -221,8 +221,7 @@ def _read(function: FunctionType) -> Scan | None:
             return None
         inner = within
     forward = read_forward(inner) if "range" in inner.__code__.co_names else None
-    loops = _loops(forward) if isinstance(forward, Forward) else []
-    if not isinstance(forward, Forward) or not loops:
+    if not isinstance(forward, Forward) or not (loops := _loops(forward)):
         return None
     rewriting = Rewriting(forward)
     for loop in loops:
@@ -262,9 +261,7 @@ def _loop(forward: Forward, place: Place) -> _Loop | None:
     times = Counter(name.id for name in names)
     is_bound_again = any(name.id == index and isinstance(name.ctx, ast.Store) for name in names)
     binds = any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement.iter))
-    if place.in_loop or is_bound_again or binds or not all(map(_computes, statement.body)):
-        return None
-    if not _is_known(forward, statement):
+    if place.in_loop or is_bound_again or binds or not _computes(forward, statement):
         return None
     reads: dict[_Step, list[ast.Subscript]] = {}
     for node in nodes:
@@ -282,25 +279,15 @@ def _loop(forward: Forward, place: Place) -> _Loop | None:
     return _Loop(statement, reads, writes) if reads or writes else None
 
 
-def _computes(statement: ast.stmt) -> bool:
-    """Whether a statement gives names or a step a value, or appends one to a list."""
-    match statement:
-        case ast.Assign(targets=[ast.Name() | ast.Tuple() | ast.Subscript()]):
-            return True
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(), attr="append"), args=[_])):
-            return True
-    return False
-
-
 _EXPRESSIONS = (
     *(ast.stmt, ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Slice, ast.Attribute),
     *(ast.Tuple, ast.keyword, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
 )
 
 
-def _is_known(forward: Forward, loop: ast.For) -> bool:
-    """Whether a loop's body computes tensors from others, and nothing besides: the steps are all made before the loop,
-    and what is written is read after it."""
+def _computes(forward: Forward, loop: ast.For) -> bool:
+    """Whether a loop's body gives names and steps values and appends them to lists, computed from others, and does
+    nothing besides: the steps are all made before the loop, and what is written is read after it."""
     tensors: set[str] = set()
 
     def is_tensor(value: ast.expr) -> bool:
@@ -331,10 +318,12 @@ def _is_known(forward: Forward, loop: ast.For) -> bool:
         match statement:
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
                 pairs = list(zip(names, values, strict=False))
-            case ast.Assign(targets=[name], value=value):
+            case ast.Assign(targets=[ast.Name() | ast.Tuple() | ast.Subscript() as name], value=value):
                 pairs = [(name, value)]
-            case _:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(), attr="append"), args=[_])):
                 pairs = []
+            case _:
+                return False
         tensors |= {name.id for name, value in pairs if isinstance(name, ast.Name) and is_tensor(value)}
     return True
 
