@@ -36,6 +36,7 @@ from .forward import Forward, read_forward
 from .linear import tied_embedding
 from .linear.cast_input import CastInputs
 from .linear.lora import Adapters
+from .linear.packed_parts import PackedParts
 from .linear.packed_slices import PackedSlices
 from .linear.scaled_logits import ScaledLogits
 from .linear.shared_input import SharedInputs
@@ -50,7 +51,8 @@ from .scans import Scans
 
 _IN_ORDER: tuple[type[InForward], ...] = (
     *(Heads, Rotations, Activations, LayerScales, ResidualSums),
-    *(PackedSlices, SharedInputs, CastInputs, ScaledLogits, Adapters, FunctionalDropouts, CacheUpdates, Scans),
+    *(PackedSlices, PackedParts, SharedInputs, CastInputs, ScaledLogits),
+    *(Adapters, FunctionalDropouts, CacheUpdates, Scans),
 )
 """What is fused in a forward, each with those before it fused; after attention."""
 

@@ -129,7 +129,7 @@ class PackedSlices(InForward):
 def packed_slices(module: nn.Module, dense: Any, x: Any, *bounds: Any) -> Any:
     """x[..., :b], x[..., b:c], ..., x[..., d:] of the bounds b, c, ..., d. dense: the layer that made x, whose hooks
     may keep it."""
-    if not calls.is_plain(dense, nn.Linear) or not _has_gradient(x) or not all(type(bound) is int for bound in bounds):
+    if not calls.is_plain(dense, nn.Linear) or not has_gradient(x) or not all(type(bound) is int for bound in bounds):
         return _apart(x, bounds)
     sizes = [stop - start for start, stop in pairwise((0, *bounds, x.shape[-1]))]
     if min(sizes) < 1:
@@ -138,7 +138,7 @@ def packed_slices(module: nn.Module, dense: Any, x: Any, *bounds: Any) -> Any:
     return torch.unsafe_split_with_sizes(x, sizes, dim=-1)
 
 
-def _has_gradient(x: Any) -> bool:
+def has_gradient(x: Any) -> bool:
     """Whether autograd will write a gradient of x, in calls that no compiler or transform follows."""
     return not calls.is_followed() and type(x) in (Tensor, FakeTensor) and x.requires_grad
 
