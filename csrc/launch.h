@@ -130,8 +130,8 @@ struct Rotary {
   bool interleaved, inverse;
 };
 
-// In the order of ACTIVATIONS in reference/glu.py; then kClampedSilu: silu with the numbers of ClampedGlu.
-enum class Activation : int32_t { kSilu, kGelu, kGeluTanh, kRelu2, kRelu, kQuickGelu, kClampedSilu };
+// In the order of KERNEL_ACTIVATIONS in reference/glu.py; then kClampedSilu: silu with the numbers of ClampedGlu.
+enum class Activation : int32_t { kSilu, kGelu, kGeluTanh, kRelu2, kRelu, kQuickGelu, kSoftcap, kClampedSilu };
 
 // g = min(gate, limit);  y = g / (1 + e^(-alpha g)) * (clamp(up, -limit, limit) + up_offset)
 struct ClampedGlu {
@@ -149,7 +149,7 @@ struct GluForward {
   int64_t gate_row_stride, up_row_stride;
   DType dtype, bias_dtype;
   Activation activation;
-  ClampedGlu clamped;  // of kClampedSilu
+  ClampedGlu clamped;  // of kClampedSilu; kSoftcap: alpha tanh(x / alpha)
   Dropout dropout;     // of elements of y
 };
 

@@ -65,6 +65,7 @@ SIGNATURES = {
         "dropout_p=0.0, rng=None)"
     ),
     ops.bias_activation: "(x, bias, activation, *, dropout_p=0.0, rng=None)",
+    ops.softcap: "(x, cap)",
     ops.rotary_embedding: "(q, k, cos, sin, *, interleaved=False, out_dtype=None)",
     ops.moe_combine: "(y, places, weights=None, *, dtype=None)",
     ops.moe_dispatch: "(x, places)",

@@ -166,6 +166,23 @@ struct Formula<ClampedSilu> {
   }
 };
 
+// A formula without up.
+struct Softcap {};
+template <>
+struct Formula<Softcap> {
+  float cap;
+  explicit Formula(const ClampedGlu& numbers) : cap(numbers.alpha) {}
+  template <class T>
+  ONETRIP_INLINE F value(F x) const {
+    return hyperbolic_tangent(x / splat(cap)) * cap;
+  }
+  ONETRIP_INLINE Activated with_slope(F x) const {
+    const F e = exp_nonpositive(negative_magnitude(x / splat(cap)) * 2.0f), whole = 1.0f + e;
+    return {F{}, 4.0f * e / (whole * whole)};  // 1 - tanh^2 would cancel
+  }
+  static ONETRIP_INLINE F gradient_of_gate(F, F gradient) { return gradient; }
+};
+
 enum class With { kNothing, kUp, kPairs, kBias };
 constexpr bool has_up(With with) { return with == With::kUp || with == With::kPairs; }
 
@@ -183,6 +200,8 @@ auto with_formula(const Args& args, bool has_bias, Body body) {
   if (args.activation == Activation::kClampedSilu)
     return args.clamped.interleaved ? with_dropout(ClampedSilu{}, Chosen<With::kPairs>{})
                                     : with_dropout(ClampedSilu{}, Chosen<With::kUp>{});
+  if (args.activation == Activation::kSoftcap)  // of one tensor, without dropout
+    return body(Softcap{}, Chosen<With::kNothing>{}, std::false_type{});
   return with_activation(args.activation, [&](auto act) {
     if (args.up) return with_dropout(act, Chosen<With::kUp>{});
     if (has_bias || args.dropout.threshold) return with_dropout(act, Chosen<With::kBias>{});

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, OperandTuple, halves, reads_result
+from ..reference.glu import KERNEL_ACTIVATIONS, GluPlan, Gradients, OperandTuple, halves, reads_result
 from ..reference.philox import Rng, dropout_scale
 from . import glu_kernels as kernels
 from .launch import LAUNCHES, Launch, cdiv, on_device_of
@@ -79,7 +79,7 @@ def _common(plan: GluPlan, draws: bool, n_cols: int, block: Tile) -> dict[str, A
         "limit": limit,
         "alpha": plan.sigmoid_alpha,
         "up_offset": plan.up_offset,
-        "ACTIVATION": ACTIVATIONS.index(plan.activation),
+        "ACTIVATION": KERNEL_ACTIVATIONS.index(plan.activation),
         "CLAMPED": plan.has_numbers,
         "INTERLEAVED": plan.interleaved,
         "HAS_DROPOUT": plan.dropout_p != 0.0,

@@ -3,7 +3,7 @@
 Matrices are [n_rows, n_cols], read and written by their row strides, last stride 1: halves of a packed tensor are
 matrices of twice the stride. INTERLEAVED: gate and dgate are [n_rows, 2 * n_cols], up and dup in their odd columns, and
 up_ptr and dup_ptr are None. Values are float32 between load and store. ACTIVATION: an index into reference.glu's
-ACTIVATIONS. Where an input or output is None, its part of a kernel is not compiled. Random numbers: see philox.py;
+KERNEL_ACTIVATIONS. Where an input or output is None, its part of a kernel is not compiled. Random numbers: see philox.py;
 PHILOX_COLS = 0 draws none.
 """
 
@@ -91,7 +91,7 @@ def _store_pairs(
 @triton.jit
 def _activated(x, alpha, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, IS_FLOAT32: tl.constexpr):
     """act(x) and its derivative; what a kernel does not use is not compiled. alpha: of x sigmoid(alpha x), the formula
-    of quick_gelu and, where CLAMPED, of silu."""
+    of quick_gelu and, where CLAMPED, of silu; or softcap's."""
     if CLAMPED or ACTIVATION == 5:  # quick_gelu
         value, complement = _logistic(alpha * x)
         y = x * value
@@ -114,9 +114,21 @@ def _activated(x, alpha, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, IS_FLO
         positive = tl.where(x < 0.0, 0.0, x)
         y = positive * positive
         slope = 2.0 * positive
-    else:  # relu
+    elif ACTIVATION == 4:  # relu
         y = tl.where(x < 0.0, 0.0, x)
         slope = tl.where(x <= 0.0, 0.0, 1.0)
+    else:  # softcap: tanh is Cephes' polynomial below 0.625, (1 - e) / (1 + e) above it
+        u = tl.abs(x) * (1.0 / alpha)
+        e = exp(-2.0 * u)
+        larger = reciprocal(1.0 + e)
+        square = u * u
+        p = square * -5.70498872745e-3 + 2.06390887954e-2
+        p = p * square - 5.37397155531e-2
+        p = p * square + 1.33314422036e-1
+        p = p * square - 3.33332819422e-1
+        tanh = tl.where(u < 0.625, u * (p * square + 1.0), (1.0 - e) * larger)
+        y = tl.where(x < 0.0, -alpha, alpha) * tanh
+        slope = 4.0 * e * larger * larger  # 1 - tanh^2 would cancel
     return y, slope
 
 

@@ -232,6 +232,13 @@ def _bias_activation(activation: str) -> Kernel:
     return Kernel(f"bias+{activation}", "glu", {"x": _ROWS, "bias": _VECTOR}, fused, unfused)
 
 
+def _softcap() -> Kernel:
+    def unfused(keep: Tensor, x: Tensor) -> Tensor:
+        return 2.0 * torch.tanh(x / 2.0)
+
+    return Kernel("softcap", "glu", {"x": _ROWS}, lambda x: ops.softcap(x, 2.0), unfused)
+
+
 def _rotary(name: str, *, interleaved: bool) -> Kernel:
     """The rows are positions of one head; of an odd width the last column is copied."""
 
@@ -338,6 +345,7 @@ KERNELS: tuple[Kernel | Adam, ...] = (
     *(_glu(activation) for activation in ACTIVATIONS),
     _packed_glu("silu"),
     *(_bias_activation(activation) for activation in ACTIVATIONS),
+    _softcap(),
     _rotary("rotary", interleaved=False),
     _rotary("rotary, interleaved", interleaved=True),
     _moe(),

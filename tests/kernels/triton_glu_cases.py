@@ -64,6 +64,12 @@ def test_quick_gelu(n_cols, dtype):
     check_width(n_cols, dtype, "quick_gelu")
 
 
+@pairwise(n_cols=[3, 520], dtype=DTYPES)
+def test_softcap(n_cols, dtype):
+    x, dy = (randn(5, n_cols, dtype=dtype) for _ in range(2))
+    check(Operands(x, None, None), dy, GluPlan("softcap", alpha=1.5))
+
+
 def check_width(n_cols, dtype, activation):
     n_rows = 5 if n_cols > 512 else 13
     gate, up, dy = (randn(n_rows, n_cols, dtype=dtype) for _ in range(3))

@@ -117,6 +117,7 @@ GLU: dict[str, Callable[[list[Tensor], float], Tensor]] = {
     "bias": lambda leaves, p: ops.bias_activation(leaves[0], leaves[2], "gelu_tanh", dropout_p=p, rng=RNG),
     "no bias": lambda leaves, p: ops.bias_activation(leaves[0], None, "gelu", dropout_p=p, rng=RNG),
     "relu": lambda leaves, p: ops.bias_activation(leaves[0], leaves[2], "relu", dropout_p=p, rng=RNG),
+    "softcap": lambda leaves, p: ops.softcap(leaves[0], 2.0),
 }
 HAS_TRITON = not unavailable_reason("triton", DEVICE.type)
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "triton"] if HAS_TRITON else ["cpu"])

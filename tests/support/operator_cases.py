@@ -171,6 +171,7 @@ OPERATORS = {
     "bias_activation-relu": Operator(
         lambda *t, **drop: ops.bias_activation(*t, "relu", **DROPOUT | drop), _x_vector, "drops free_sums", saves=0
     ),
+    "softcap": Operator(lambda x: ops.softcap(x, 2.0), _x),
     "rotary_embedding": Operator(_rotary, _rotated),
     "rotary_embedding-interleaved": Operator(lambda *t: _rotary(*t, interleaved=True), _rotated),
     "cross_entropy": Operator(lambda x: ops.cross_entropy(x, _labels(x, x.shape[-1]), **LOSS), _x, "free_sums"),

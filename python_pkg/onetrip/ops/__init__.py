@@ -2,7 +2,7 @@
 
 from .common.rng import dropout_keep_mask
 from .cross_entropy import cross_entropy, linear_cross_entropy, linear_logprobs
-from .glu import bias_activation, glu, glu_packed
+from .glu import bias_activation, glu, glu_packed, softcap
 from .moe import moe_combine, moe_dispatch
 from .rotary import rotary_embedding
 from .row_norm import bias_dropout_residual, bias_dropout_residual_norm, layer_norm, rms_norm
@@ -23,5 +23,6 @@ __all__ = [
     "moe_dispatch",
     "rms_norm",
     "rotary_embedding",
+    "softcap",
     "softmax",
 ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..reference import glu as reference
-from ..reference.glu import ACTIVATIONS, GluPlan, Operands
+from ..reference.glu import ACTIVATIONS, SOFTCAP, GluPlan, Operands
 from ..reference.philox import Rng
 from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import check_finite, check_like, check_number, check_parameter, check_probability, check_rows
@@ -124,6 +124,22 @@ def bias_activation(
         if bias is not None:
             check_parameter(function, "bias", bias, x)
     return _call(function, x, None, bias, plan, rng, code)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), in one pass: the soft cap of logits and of attention scores (Gemma 2, 2024).
+
+    x: (*, n), as gate in glu. cap: > 0, finite. Saves x only. The rest is as in glu.
+    """
+    function = "softcap"
+    check_finite(function, "cap", cap)
+    if not cap > 0.0:
+        raise ValueError(f"{function}: cap must be > 0, got {cap}")
+    code = -1 if is_compiling() else read.operands((x, None, None))
+    if code < 0:
+        check_rows(function, "x", x)
+    plan = (GluPlan if is_compiling() else _make_plan)(SOFTCAP, alpha=float(cap))
+    return _call(function, x, None, None, plan, None, code)
 
 
 _make_plan = lru_cache(maxsize=4096)(GluPlan)

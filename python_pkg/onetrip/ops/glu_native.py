@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, OperandTuple, reads_result
+from ..reference.glu import KERNEL_ACTIVATIONS, GluPlan, Gradients, Operands, OperandTuple, reads_result
 from ..reference.philox import Rng
 from .common.backends import formulas, native
 from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, made_like, raise_error, rows, vector, where
@@ -23,7 +23,7 @@ def _plan_arguments(dtype: torch.dtype, bias: torch.dtype | None, plan: GluPlan)
     """What both launchers are made of. The enum Activation in csrc/launch.h has a last one, of limit and the others,
     and of interleaved columns."""
     is_clamped = plan.has_numbers or plan.interleaved
-    code = len(ACTIVATIONS) if is_clamped else ACTIVATIONS.index(plan.activation)
+    code = len(KERNEL_ACTIVATIONS) if is_clamped else KERNEL_ACTIVATIONS.index(plan.activation)
     numbers = math.inf if plan.limit is None else plan.limit, plan.alpha, plan.up_offset, plan.interleaved
     return DTYPE_CODE[dtype], DTYPE_CODE[bias], code, plan.dropout_p, numbers
 

@@ -19,6 +19,10 @@ from .philox import Rng, dropout
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "relu", "quick_gelu")
 """gelu is exact, by erf; relu2 is relu(x)^2; quick_gelu is x sigmoid(1.702 x)."""
 
+SOFTCAP = "softcap"
+KERNEL_ACTIVATIONS = (*ACTIVATIONS, SOFTCAP)
+"""By the numbers that kernels know them by. softcap: alpha tanh(x / alpha)."""
+
 _TANH_LINEAR, _TANH_CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715
 
 
@@ -34,12 +38,13 @@ class GluPlan(NamedTuple):
     limit: float | None = None
     alpha: float = 1.0
     up_offset: float = 0.0
-    """silu only: g sigmoid(alpha g) (clamp(up, -limit, limit) + up_offset), g = min(gate, limit)."""
+    """silu: g sigmoid(alpha g) (clamp(up, -limit, limit) + up_offset), g = min(gate, limit). softcap: alpha is the cap.
+    Of other activations they are left out."""
 
     @property
     def has_numbers(self) -> bool:
-        """Whether limit, alpha or up_offset is given."""
-        return self.limit is not None or self.alpha != 1.0 or self.up_offset != 0.0
+        """Whether limit, alpha or up_offset of silu is given."""
+        return self.activation == "silu" and (self.limit, self.alpha, self.up_offset) != (None, 1.0, 0.0)
 
     @property
     def sigmoid_alpha(self) -> float:
@@ -108,6 +113,8 @@ def _activation(x: Tensor, plan: GluPlan) -> Tensor:
         return 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5))
     if activation == "gelu_tanh":
         return x * torch.sigmoid(2.0 * x * (_TANH_LINEAR + _TANH_CUBIC * x * x))
+    if activation == SOFTCAP:
+        return alpha * torch.tanh(x / alpha)
     return torch.relu(x) if activation == "relu" else torch.relu(x).square()
 
 
@@ -126,6 +133,9 @@ def _slope(x: Tensor, plan: GluPlan) -> Tensor:
         u = 2.0 * x * (_TANH_LINEAR + _TANH_CUBIC * square)
         inner = 2.0 * (_TANH_LINEAR + 3.0 * _TANH_CUBIC * square)
         return torch.sigmoid(u) + x * torch.sigmoid(u) * torch.sigmoid(-u) * inner
+    if activation == SOFTCAP:  # 1 - tanh^2 would cancel
+        e = torch.exp(-2.0 * (x / alpha).abs())
+        return 4.0 * e / (1.0 + e).square()
     return 2.0 * torch.relu(x)
 
 

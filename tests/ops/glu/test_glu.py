@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from glu_cases import ACTIVATIONS, DTYPES, check, randn, short, unfused, with_gradients
@@ -119,6 +121,27 @@ def test_every_value_of_half_precision(target, dtype):
     assert_ulps(ops.bias_activation(x.detach(), None, "silu"), exact * torch.sigmoid(exact), 0.55)
     (slope,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert_ulps(slope, cumulative + exact * torch.exp(-0.5 * exact.square()) / (2.0 * torch.pi) ** 0.5, 0.55)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("cap", [0.5, 30.0, 50])
+def test_softcap(target, dtype, cap):
+    x, dy = (randn(40, 130, device=target.device, dtype=dtype, scale=cap) for _ in range(2))
+    check(lambda x: ops.softcap(x, cap), lambda x: cap * torch.tanh(x / cap), dy, x)
+    small = torch.logspace(-8, 2, 1001, device=target.device)
+    exact = cap * torch.tanh(small.double() / cap)
+    assert ((ops.softcap(small, cap) - exact).abs() <= 4e-7 * exact).all()
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=target.device).requires_grad_()
+    y = ops.softcap(x, cap)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert y[:2].tolist() == [cap, -cap] and y[2].isnan() and y[3] == 0.0
+    assert (slope[:2] == 0.0).all() and slope[2].isnan() and slope[3] == 1.0
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, math.inf, math.nan, "1", None])
+def test_caps_that_are_none(cap):
+    with pytest.raises((ValueError, TypeError), match="softcap: cap must be"):
+        ops.softcap(torch.ones(2, 3), cap)
 
 
 def test_slopes_of_the_tails(target):
