@@ -34,6 +34,7 @@ from .dropouts import Dropout, FunctionalDropouts
 from .experts import Experts, read_experts
 from .forward import Forward, read_forward
 from .linear import tied_embedding
+from .linear.biased_logits import BiasedLogits
 from .linear.cast_input import CastInputs
 from .linear.lora import Adapters
 from .linear.packed_parts import PackedParts
@@ -51,7 +52,7 @@ from .scans import Scans
 
 _IN_ORDER: tuple[type[InForward], ...] = (
     *(Heads, Rotations, Activations, LayerScales, ResidualSums),
-    *(PackedSlices, PackedParts, SharedInputs, CastInputs, ScaledLogits),
+    *(PackedSlices, PackedParts, SharedInputs, CastInputs, ScaledLogits, BiasedLogits),
     *(Adapters, FunctionalDropouts, CacheUpdates, Scans),
 )
 """What is fused in a forward, each with those before it fused; after attention."""

@@ -78,13 +78,16 @@ class Forward:
                     return x, options["p"], options["training"]
         return None
 
-    def value_of(self, name: ast.expr, place: Place, position: int) -> tuple[ast.expr, tuple[ast.stmt, ...]] | None:
+    def value_of(
+        self, name: ast.expr, place: Place, position: int, times: int = 1
+    ) -> tuple[ast.expr, tuple[ast.stmt, ...]] | None:
         """What the statement before `position` assigned to the name, if only statement `position`, at the place or
-        before it, reads that value, once."""
+        before it, reads that value, `times` times."""
         match place.block[position - 1] if isinstance(name, ast.Name) and position > 0 else None:
             case ast.Assign(targets=[ast.Name(id=assigned)], value=value) as statement if assigned == name.id:  # type: ignore[attr-defined]
-                moves = not _calls_before(place.block[position], name)
-                return (value, (statement,)) if moves and self.is_read_only_at(assigned, place, position) else None
+                if _calls_before(place.block[position], name):
+                    return None
+                return (value, (statement,)) if self.is_read_only_at(assigned, place, position, times) else None
         return None
 
     def assignment_of(self, name: str, place: Place, position: int, times: int = 1) -> ast.Assign | None:

@@ -357,13 +357,13 @@ def computing_loss(model: Any, keeps_logits: bool) -> Iterator[None]:
         (calls.count_fused if call.is_fused else calls.count_fallback)(model)
 
 
-def head_output(head: Any, hidden: Any) -> Any:
-    """What the output layer returns."""
+def head_output(head: Any, hidden: Any, bias: Tensor | None = None) -> Any:
+    """What the output layer returns. bias: as linear's."""
     call: Any = None if torch.compiler.is_compiling() else loss_call.get()
     if call is None or head is not call.head:
-        return linear(head, hidden)  # evaluation, or no loss
+        return linear(head, hidden, bias)  # evaluation, or no loss
     if call.keeps_logits:
-        logits = linear(head, hidden)
+        logits = linear(head, hidden, bias)
         watched = is_watchable(logits) and is_plain(head, nn.Linear)
         (calls.count_fused if watched else calls.count_fallback)(head)
         return WatchedLogits.of(logits) if watched else logits
@@ -373,10 +373,11 @@ def head_output(head: Any, hidden: Any) -> Any:
     is_fusable = is_fusable and not (_is_in_function() or _is_in_reentrant_backward())
     if not is_fusable or calls.is_distributed(hidden) or calls.is_distributed(head.weight):
         calls.count_fallback(head)
-        return linear(head, hidden)
+        return linear(head, hidden, bias)
     calls.count_fused(head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if is_autocasting else hidden.dtype
-    return DeferredLogits(_Source(head, hidden, dtype), hidden, dtype)
+    deferred = DeferredLogits(_Source(head, hidden, dtype), hidden, dtype)
+    return deferred if bias is None else deferred + bias
 
 
 _MODEL = """\
@@ -388,8 +389,8 @@ def forward(self, *args, **kwargs):
     return plain_outputs_(outputs) if keeps_logits_ else outputs
 """
 _HEAD = """\
-def forward(self, input):
-    return head_output_(self, input)
+def forward(self, input, bias=None):
+    return head_output_(self, input, bias)
 """
 
 

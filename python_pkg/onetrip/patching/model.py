@@ -29,7 +29,7 @@ from .classes import (
 from .classify import Classifier, Site
 from .dropouts import uncalled_dropouts
 from .half_results import find_half_results
-from .linear import cast_input, lora, packed_slices, scaled_logits, shared_input, tied_embedding
+from .linear import biased_logits, cast_input, lora, packed_slices, scaled_logits, shared_input, tied_embedding
 from .norms import could_be_norm
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .residual import layer_scale
@@ -41,7 +41,7 @@ PATTERNS = (
     *_OF_ATTENTION,
     *(*activations.PATTERNS, experts.PATTERN, rotary.PATTERN, layer_scale.PATTERN),
     *(packed_slices.PATTERN, shared_input.PATTERN, cast_input.PATTERN, tied_embedding.PATTERN, lora.PATTERN),
-    *(scaled_logits.PATTERN, watched_logits.PATTERN, dropouts.PATTERN, scans.PATTERN),
+    *(scaled_logits.PATTERN, biased_logits.PATTERN, watched_logits.PATTERN, dropouts.PATTERN, scans.PATTERN),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, linear_loss.PATTERN)

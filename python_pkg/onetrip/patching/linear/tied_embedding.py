@@ -149,9 +149,9 @@ def weight_of(head: Any) -> Tensor:
     return weight if found is None else found.tensor
 
 
-def linear(head: Any, x: Tensor) -> Tensor:
-    """nn.Linear.forward."""
-    return functional.linear(x, weight_of(head), head.bias)
+def linear(head: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """nn.Linear.forward. bias: added by the product of a layer that has none (biased_logits.py)."""
+    return functional.linear(x, weight_of(head), head.bias if bias is None else bias)
 
 
 def tied_modules(model: nn.Module) -> frozenset[int]:
@@ -165,7 +165,7 @@ def tied_modules(model: nn.Module) -> frozenset[int]:
 
 
 _EMBEDDING = "def forward(self, input):\n    return embedded_(self, input)\n"
-_HEAD = "def forward(self, input):\n    count_fused(self)\n    return linear_(self, input)\n"
+_HEAD = "def forward(self, input, bias=None):\n    count_fused(self)\n    return linear_(self, input, bias)\n"
 
 
 @dataclass(frozen=True)
