@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import weakref
 from functools import cache, partial
 from inspect import getattr_static, unwrap
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.nn.modules.module import (  # torch 2.6 has no function that checks all four
     _global_backward_hooks,
@@ -132,6 +134,20 @@ def multiplies(dense: Any, x: Tensor) -> bool:
     weight = dense.weight
     has_dtype = weight.dtype in KERNEL_DTYPES and (weight.dtype == x.dtype or is_autocasting(x))
     return has_dtype and weight.device == x.device and weight.shape[1:] == x.shape[-1:]
+
+
+_LARGEST_EXPONENT = 16
+"""Of a factor 2^e or 2^-e: what it scales stays far from the ends of bfloat16 and float32."""
+
+
+def scales_exactly(factor: Any, dense: nn.Linear, x: Any) -> bool:
+    """Whether dense(x) * factor has the same bits if the factor is part of the product, or scales x: a power of two
+    changes exponents alone. Not in float16, whose exponents end close by."""
+    if type(factor) not in (float, int) or not (type(x) is Tensor or isinstance(x, FakeTensor)):
+        return False
+    fraction, exponent = math.frexp(factor)
+    is_power = abs(fraction) == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT
+    return is_power and torch.float16 not in (x.dtype, dense.weight.dtype, autocast_dtype(x))
 
 
 _TRANSPOSED = "torch.addmm(self.bias, X.view(-1, X.size(-1)), self.weight).view(X.size()[:-1] + (self.N,))"

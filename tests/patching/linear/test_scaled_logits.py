@@ -38,7 +38,8 @@ Inline = written(Scaling, "logits = self.head(self.body(x)) * self.scale; return
 
 
 Constant = written(Scaling, "logits = self.head(self.body(x)) / 4; return logits", globals(), decorators=[twice])
-FOUND = {"multiplied": Multiplied, "divided": Divided, "inline": Inline, "constant": Constant}
+Returned = written(Scaling, "logits = self.head(self.body(x)); return torch.tanh(logits * self.scale)", globals())
+FOUND = {"multiplied": Multiplied, "divided": Divided, "inline": Inline, "constant": Constant, "returned": Returned}
 
 
 LEFT = {
@@ -54,6 +55,9 @@ LEFT = {
         later = lambda: logits
         scaled = logits * self.scale
         return scaled + later()""",
+    "read by a comprehension": """
+        logits = self.head(self.body(x))
+        return sum([logits * self.scale for _ in range(2)])""",
     "in a loop": """
         total = 0.0
         logits = self.head(self.body(x))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import HALF
@@ -28,9 +29,27 @@ def widens_now(a: Tensor, dtype: torch.dtype) -> bool:
     return widens(a, dtype) and not torch.is_grad_enabled() and not is_seen
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in dtype, or in the operands' dtype where the product cannot be had in dtype. a, b: matrices."""
-    return torch.mm(a, b, out_dtype=dtype) if widens_now(a, dtype) else a @ b
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, alpha: float = 1.0) -> Tensor:
+    """alpha * (a @ b) in dtype, or in the operands' dtype where the product cannot be had in dtype. a, b: matrices."""
+    if not widens_now(a, dtype):
+        return a @ b if alpha == 1.0 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
+    if alpha == 1.0:
+        return torch.mm(a, b, out_dtype=dtype)
+    total = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    add_product_(total, a, b, alpha=alpha, is_first=True)
+    return total
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: float = 1.0) -> Tensor:
+    """alpha * (x @ weight.T + bias). alpha is part of the product."""
+    if alpha == 1.0:
+        return functional.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    if bias is None:
+        y = product(rows, weight.t(), x.dtype, alpha)
+    else:
+        y = torch.addmm(bias * alpha, rows, weight.t(), alpha=alpha)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:

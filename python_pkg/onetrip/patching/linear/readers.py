@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
 
 from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
 from ...ops.common.native import reshaped
-from ...ops.common.products import add_product_, column_sums, product, widens
+from ...ops.common.products import add_product_, affine, column_sums, product, widens
 from ...ops.common.rng import draw_rng
 from ...ops.common.tracing import have_storage, refuse_double_backward
 from ...ops.row_norm_autograd import LeftGradient, anchor, share_residual_gradient
@@ -44,7 +43,7 @@ class _Sum:
         self.done: set[int] = set()
         """The id of each node that has run."""
         self.gradient: Tensor | None = None
-        """Without a graph, and with storage, another tensor than the one that a node returned: see _has_own_memory."""
+        """Without a graph, and with storage, another tensor than the one that a node returned: see _may_be_added_to."""
         self.returned: Tensor | None = None
         """That one. As long as it is kept, a leaf copies it: hooks on the leaf may write to what it takes."""
 
@@ -94,15 +93,19 @@ class Readers:
         return self.give(node, so_far + gradient)
 
 
-def _has_own_memory(tensor: Tensor) -> bool:
-    """Whether no other tensor shares the memory: not the gradient of the sum's other operand, which hooks may keep."""
+def _may_be_added_to(tensor: Tensor) -> bool:
+    """Whether a product may be added in place. Not where the memory is another tensor's, too: the gradient of the sum's
+    other operand, which hooks may keep; nor in a backward with create_graph, where gradients are enabled."""
+    if torch.is_grad_enabled() or not tensor.is_contiguous() or not have_storage(tensor):
+        return False
     # Two hold a storage: the tensor, and what asks.
-    return have_storage(tensor) and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
 class _Linear(torch.autograd.Function):
-    """dropout(x) @ weight.T + bias. cast: x in the dtype of the product; None where x has it. dropout(x, residual):
-    dropout(x), and its sum with the residual, by a mask that it draws again at each call; None for none."""
+    """scale * (dropout(x) @ weight.T + bias). cast: x in the dtype of the product; None where x has it. dropout(x,
+    residual): dropout(x), and its sum with the residual, by a mask that it draws again at each call; None for none.
+    scale is part of each product."""
 
     @staticmethod
     def forward(
@@ -114,16 +117,17 @@ class _Linear(torch.autograd.Function):
         cast: Tensor | None,
         readers: Readers,
         dropout: Dropout | None,
+        scale: float,
     ) -> Tensor:
         cast = x if cast is None else cast
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.has_cast = weight.dtype, not x.dtype == weight.dtype == cast.dtype
         weight = weight.to(cast.dtype)
         ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
-        ctx.shape, ctx.readers, ctx.dropout = x.shape, readers, dropout
+        ctx.shape, ctx.readers, ctx.dropout, ctx.scale = x.shape, readers, dropout, scale
         readers.nodes.append(weakref.ref(ctx))
         dropped = cast if dropout is None else dropout(cast, None)
-        y = functional.linear(dropped, weight, None if bias is None else bias.to(cast.dtype))
+        y = affine(dropped, weight, None if bias is None else bias.to(cast.dtype), scale)
         return reshaped(y, y.shape)
 
     @staticmethod
@@ -134,37 +138,45 @@ class _Linear(torch.autograd.Function):
         current = ctx.readers.sum_so_far()
         so_far, current.returned = current.gradient, None
         if dy is None:
-            return ctx.readers.give(ctx, so_far), *[None] * 6
+            return ctx.readers.give(ctx, so_far), *[None] * 7
         cast, weight = ctx.saved_tensors
         n_columns = ctx.shape[-1]
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            if ctx.dropout is not None:
-                dx = ctx.dropout((rows @ weight).view(ctx.shape), so_far)
-            elif so_far is None:
-                dx = (rows @ weight).view(ctx.shape)
-            elif torch.is_grad_enabled() or not so_far.is_contiguous() or not _has_own_memory(so_far):
-                # Gradients are enabled in a backward with create_graph.
-                dx = so_far + (rows @ weight).view(ctx.shape)
-            else:
+            if so_far is not None and ctx.dropout is None and _may_be_added_to(so_far):
                 dx = so_far
-                add_product_(dx.view(-1, n_columns), rows, weight)
+                add_product_(dx.view(-1, n_columns), rows, weight, alpha=ctx.scale)
+            else:
+                dx = product(rows, weight, rows.dtype, ctx.scale).view(ctx.shape)
+                if ctx.dropout is not None:
+                    dx = ctx.dropout(dx, so_far)
+                elif so_far is not None:
+                    dx = so_far + dx
             dx = ctx.readers.give(ctx, dx)
         if ctx.needs_input_grad[1]:
             dropped = cast if ctx.dropout is None else ctx.dropout(cast, None)
-            dweight = product(rows.t(), dropped.reshape(-1, n_columns), ctx.dtype)
+            dweight = product(rows.t(), dropped.reshape(-1, n_columns), ctx.dtype, ctx.scale)
         if ctx.needs_input_grad[2]:
             dbias = column_sums(rows, ctx.dtype)
-        return dx, dweight, dbias, *[None] * 4
+            if ctx.scale != 1.0:
+                dbias = dbias * ctx.scale
+        return dx, dweight, dbias, *[None] * 5
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor, readers: Readers, dropout: Dropout | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cast: Tensor,
+    readers: Readers,
+    dropout: Dropout | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    """x @ weight.T + bias, see _Linear. Its gradient of x is that of all readers."""
+    """scale * (x @ weight.T + bias), see _Linear. Its gradient of x is that of all readers."""
     is_watched = None if readers.left is None else anchor()
-    result: Tensor = _Linear.apply(x, weight, bias, is_watched, None if cast is x else cast, readers, dropout)
+    cast_or_none = None if cast is x else cast
+    result: Tensor = _Linear.apply(x, weight, bias, is_watched, cast_or_none, readers, dropout, scale)
     return result
 
 
@@ -201,6 +213,14 @@ class SharedInput:
             return dense(x)
         calls.count_fused(module)
         y, self.tensor = _read(module, x, dense.weight, dense.bias)
+        return y
+
+    def scaled(self, module: nn.Module, dense: Any, factor: Any, x: Tensor) -> Any:
+        """dense(x) * factor."""
+        if not _is_fusable(dense, x) or not calls.scales_exactly(factor, dense, x):
+            return self(module, dense, x) * factor
+        calls.count_fused(module)
+        y, self.tensor = _read(module, x, dense.weight, dense.bias, scale=float(factor))
         return y
 
     def dropped(self, module: nn.Module, dense: Any, dropout: Any, x: Tensor) -> Tensor:
@@ -264,9 +284,14 @@ def read_as_residual(x: Tensor, result: Tensor) -> None:
 
 
 def _read(
-    module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, dropout: Dropout | None = None
+    module: nn.Module,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout: Dropout | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(dropout(x) @ weight.T + bias, the tensor that was read for x)."""
+    """(scale * (dropout(x) @ weight.T + bias), the tensor that was read for x)."""
     dtype = calls.autocast_dtype(x) or x.dtype
     found = reads.get(id(x))
     readers = None
@@ -277,7 +302,7 @@ def _read(
         cast = x if x.dtype == dtype else x.detach().to(dtype)
         readers = Readers(x, cast)
         reads[id(x)] = _Read(calls.forgetting(x, reads), _state(x), weakref.ref(readers), weakref.ref(module))
-    return linear(x, weight, bias, cast, readers, dropout), cast
+    return linear(x, weight, bias, cast, readers, dropout, scale), cast
 
 
 def _state(x: Tensor) -> tuple[int, bool, int]:

@@ -12,7 +12,6 @@ exponents alone: the products' sums and roundings are the same. Not in float16, 
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable, Container
 from functools import partial
 from operator import mul, truediv
@@ -20,50 +19,54 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import calls
-from ..forward import Forward, linear_at, places
+from ..forward import Forward, Place, evaluated, linear_at, places
 from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
 
 PATTERN = "scaled_logits"
 
-_LARGEST_EXPONENT = 16
-"""Of a factor 2^e or 2^-e: what it scales stays far from the ends of bfloat16 and float32."""
 
-
-class _Found(NamedTuple):
+class Scaled(NamedTuple):
     """`self.path(x) * factor`, or `/`."""
 
     node: ast.BinOp
+    call: ast.Call
     path: str
-    x: ast.expr
     statements: tuple[ast.stmt, ...]
     """The one before that calls the layer, if another one scales its result."""
 
 
-def read_scaled_logits(forward: Forward) -> list[_Found]:
+def read_scaled(forward: Forward) -> list[Scaled]:
     """Results of children that the next statement, or the same one, multiplies by an attribute or a number."""
-    found = []
-    for place in places(forward.tree.body):
-        match place.statement:
-            case ast.Assign(value=ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=factor) as node):
-                value, statements = forward.value_of(left, place, place.position) or (left, ())
-                called = forward.called(value)
-                if called is not None and (isinstance(factor, ast.Constant) or forward.child(factor)):
-                    found.append(_Found(node, *called, statements))
-    return found
+    return [
+        scaled
+        for place in places(forward.tree.body)
+        if isinstance(place.statement, (ast.Assign, ast.Return, ast.Expr))
+        for node in evaluated(place.statement)
+        if (scaled := _scaled(forward, place, node)) is not None
+    ]
+
+
+def _scaled(forward: Forward, place: Place, node: ast.AST) -> Scaled | None:
+    match node:
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=factor):
+            value, statements = forward.value_of(left, place, place.position) or (left, ())
+            called = forward.called(value)
+            if called is not None and (isinstance(factor, ast.Constant) or forward.child(factor)):
+                return Scaled(node, value, called[0], statements)  # type: ignore[arg-type]
+    return None
 
 
 class ScaledLogits(InForward):
     """A module that scales the result of a linear layer, as a site."""
 
     patterns, is_minor, in_wrapper = (PATTERN,), True, True
-    read = staticmethod(read_scaled_logits)
+    read = staticmethod(read_scaled)
 
     @staticmethod
-    def is_of(module: nn.Module, each: _Found, excluded: Container[int]) -> bool:
+    def is_of(module: nn.Module, each: Scaled, excluded: Container[int]) -> bool:
         """Whether it is of a linear layer without bias whose result is larger than what it reads."""
         head = linear_at(module, each.path, excluded)
         return head is not None and head.bias is None and head.out_features > head.in_features
@@ -89,8 +92,8 @@ class ScaledLogits(InForward):
         check_function(fused, unfused, {"x": (7, 8)}, device, dtype)
 
 
-def _call(rewriting: Rewriting, found: _Found) -> ast.expr:
-    head, x = rewriting.attribute(found.path), rewriting.visit(rewriting.copy_of(found.x))
+def _call(rewriting: Rewriting, found: Scaled) -> ast.expr:
+    head, x = rewriting.attribute(found.path), rewriting.visit(rewriting.copy_of(found.call.args[0]))
     scale = "truediv_" if isinstance(found.node.op, ast.Div) else "mul_"
     return rewriting.call("scaled_logits_", head, x, ast.Name(scale), rewriting.copy_of(found.node.right))
 
@@ -105,10 +108,4 @@ def scaled_logits(module: nn.Module, head: Any, x: Any, scale: Callable[[Any, An
 
 def _is_exact(head: Any, x: Any, factor: Any) -> bool:
     """Whether head gives the same bits of what is scaled before it."""
-    if not calls.is_plain_linear(head) or head.bias is not None or type(factor) not in (float, int):
-        return False
-    fraction, exponent = math.frexp(factor)
-    is_power = abs(fraction) == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT
-    if not is_power or not (type(x) is Tensor or isinstance(x, FakeTensor)):
-        return False
-    return torch.float16 not in (x.dtype, head.weight.dtype, calls.autocast_dtype(x))
+    return calls.is_plain_linear(head) and head.bias is None and calls.scales_exactly(factor, head, x)

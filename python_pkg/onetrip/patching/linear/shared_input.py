@@ -5,6 +5,9 @@
     v = self.v(x)           k = shared_(self, self.k, x)
                             v = shared_(self, self.v, x)
 
+A factor of a result is part of the product, where that changes no bit: `self.q(x) * self.scaling` (Whisper, OPT)
+becomes shared_.scaled(self, self.q, self.scaling, x).
+
 Which layers read the very same tensor is seen as the model runs (readers); the source only tells which calls may.
 Autocast casts the tensor once for all of them, unless it is freed between them (a checkpoint).
 """
@@ -22,6 +25,7 @@ from ..forward import Forward, linear_at
 from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
 from .readers import Readers, SharedInput, linear
+from .scaled_logits import read_scaled
 
 PATTERN = "shared_input"
 
@@ -97,9 +101,15 @@ class SharedInputs(InForward):
         return tuple(chosen)
 
     def put(self, rewriting: Rewriting) -> None:
-        """The linear layers called through a SharedInput."""
+        """The linear layers called through a SharedInput, with the factors of their results."""
+        scaled = {id(each.call): each for each in read_scaled(self.forward) if isinstance(each.node.op, ast.Mult)}
         for call in self.chosen:
-            rewriting.put_call(call, "shared_")
+            if (found := scaled.get(id(call))) is None:
+                rewriting.put_call(call, "shared_")
+            else:
+                rewriting.put_call(call, "shared_.scaled", ast.unparse(found.node.right))
+                rewriting.put_part(found.node, call)
+                rewriting.remove(*found.statements)
         rewriting.constants["SharedInput_"] = SharedInput
         rewriting.put_first("shared_ = SharedInput_()")
 
@@ -109,10 +119,13 @@ class SharedInputs(InForward):
         check_function(_shared, _apart, {"x": (2, 5, 8), "q": (8, 8), "k": (4, 8), "v": (4, 8)}, device, dtype)
 
 
+_SCALES = (0.125, 1.0, 1.0)
+
+
 def _shared(x: Tensor, *weights: Tensor) -> list[Tensor]:
     readers = Readers(x, x)
-    return [linear(x, weight, None, x, readers, None) for weight in weights]
+    return [linear(x, weight, None, x, readers, scale=scale) for weight, scale in zip(weights, _SCALES, strict=True)]
 
 
 def _apart(x: Tensor, *weights: Tensor) -> list[Tensor]:
-    return [functional.linear(x, weight) for weight in weights]
+    return [functional.linear(x, weight) * scale for weight, scale in zip(weights, _SCALES, strict=True)]
