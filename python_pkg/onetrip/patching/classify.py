@@ -205,8 +205,6 @@ class Classifier:
             first = reading.mask_site(module)
         if first is not None:
             parts, source = [first], self.rewrite(module, first).forward
-            if not source:
-                return parts, None
         n_attention = len(parts)
         for kind in _IN_ORDER:
             if kind in (Heads, CacheUpdates) and not (isinstance(reading, Interface) and reads_strides(module)):

@@ -24,7 +24,7 @@ from outcomes import (
 from pairwise import pairwise
 from patching_cases import WIDTH, inputs, randomised, written
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 
 class Attention(nn.Module):
@@ -254,6 +254,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "opt": (AutoModelForCausalLM, OPTIONS | HEADS | SPECIAL | {"vocab_size": 64}),
     "xglm": (AutoModelForCausalLM, SIZES | OPTIONS | HEADS | SPECIAL),
     "trocr": (AutoModelForCausalLM, SIZES | SPECIAL),
+    "led": (AutoModelForSeq2SeqLM, SIZES | ENCODER | SPECIAL | {"attention_window": 4}),
+    # Its attention weights are computed in methods.
+    "pegasus_x": (AutoModelForSeq2SeqLM, SIZES | ENCODER | SPECIAL | {"block_size": 4, "num_global_tokens": 2}),
     "whisper": (AutoModelForSpeechSeq2Seq, SIZES | ENCODER | SPECIAL | {"num_mel_bins": 8, "max_source_positions": 10}),
 }
 
