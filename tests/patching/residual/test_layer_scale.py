@@ -147,7 +147,7 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
     "another vector's module": lambda layer: setattr(layer, "scale_2", nn.Sequential(layer.scale_2, nn.Tanh())),
     "a vector of another shape": lambda layer: setattr(layer.scale_2, "vector", nn.Parameter(torch.full((1,), 3.0))),
     "a vector of another dtype": lambda layer: layer.scale_2.to(torch.bfloat16),
-    "a number": lambda layer: (delattr(layer.scale_2, "vector"), setattr(layer.scale_2, "vector", 3.0)),
+    "a bool": lambda layer: (delattr(layer.scale_2, "vector"), setattr(layer.scale_2, "vector", True)),
 }
 
 
@@ -155,6 +155,14 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
 def test_what_is_changed_after_patching_is_called(name: str, rows: Tensor) -> None:
     report = assert_obeys(CHANGES[name], randomised(Layer()).train(), rows, patterns=ONLY)
     assert report.calls() == {"": (1, 1)}
+
+
+def test_a_number_in_the_vector_s_place(rows: Tensor) -> None:
+    def change(layer: Any) -> None:
+        del layer.scale_2.vector
+        layer.scale_2.vector = 3.0
+
+    assert assert_obeys(change, randomised(Layer()).train(), rows, patterns=ONLY).calls() == {"": (2, 0)}
 
 
 def test_a_dropout_stays_between(rows: Tensor) -> None:

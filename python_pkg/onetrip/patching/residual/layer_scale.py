@@ -1,4 +1,4 @@
-"""LayerScale in the weight of the linear layer before it.
+"""LayerScale, and factors of residual branches, in the linear layer before them.
 
     h, _ = self.attention(h)                h, _ = unscaled_0_(self.attention, h)
     h = self.layer_scale1(h)         ->     h = scaled_0_(self, self.layer_scale1, h)
@@ -6,12 +6,16 @@
 Where the attention ends in a linear layer, and its result is multiplied by a vector s (DINOv2, BEiT), the layer has the
 weight diag(s) W and the bias s b instead. No pass reads or writes activations for it, and none are kept. Where these
 have few rows, passes over W cost more, and the result is multiplied.
+
+    h = residual + h * self.residual_multiplier
+
+A number (Granite) is the alpha of the matrix products, forward and backward: no pass at all, and one rounding less.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...ops.common.native import reshaped
 from .. import calls
 from ..classes import plain_forward
 from ..forward import Forward, child_at, linear_at, places, read_forward, writes_to_tensors
@@ -45,19 +50,19 @@ class Unscaled(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaled:
-    """dropout(x) * vector, where x is what a Tail, or the child itself, returned."""
+    """dropout(x) * factor, where x is what a Tail, or the child itself, returned."""
 
     cls: type | None
-    """That of the module with the vector; None where the vector itself is given."""
+    """That of the module with the vector; None where the factor itself is given, a vector or a number."""
     attribute: str
     """The vector's name in that module."""
 
     def __call__(self, module: nn.Module, scale: Any, x: Any, dropout: Any = None) -> Tensor:
         if isinstance(x, Unscaled):
-            vector = self._vector(scale)
-            if _is_foldable(*x, vector) and (dropout is None or calls.is_plain_dropout(dropout)):
+            can_follow = dropout is None or calls.is_plain_dropout(dropout)
+            y = _fused(*x, self._factor(scale)) if can_follow else None
+            if y is not None:
                 calls.count_fused(module)
-                y = folded(x.x, x.dense.weight, x.dense.bias, vector)
                 return y if dropout is None else dropout(y)
             x = x.dense(x.x)
         calls.count_fallback(module)
@@ -66,7 +71,7 @@ class Scaled:
         product: Tensor = scale(x) if self.cls is not None else x * scale
         return product
 
-    def _vector(self, scale: Any) -> Any:
+    def _factor(self, scale: Any) -> Any:
         if self.cls is None:
             return scale
         return getattr(scale, self.attribute) if calls.is_plain(scale, self.cls) else None
@@ -97,14 +102,62 @@ def folded(x: Tensor, weight: Tensor, bias: Tensor | None, vector: Tensor) -> Te
     return y.to(torch.promote_types(y.dtype, vector.dtype))  # float32 under autocast
 
 
-def _is_foldable(dense: Any, x: Tensor, vector: Any) -> bool:
-    """Whether that computes the same, and saves more than it costs: not where the weight has no gradient otherwise, and
-    not in float16, where a weight times a small vector may vanish."""
-    if calls.is_followed() or not isinstance(vector, Tensor) or not calls.multiplies(dense, x):
-        return False
-    weight = dense.weight
+def _product(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
+    """alpha * (a @ b) + bias. a, b: matrices."""
+    if bias is None:
+        return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=alpha)  # what it would add is not read
+    return torch.addmm(bias, a, b, alpha=alpha)
+
+
+class _Multiplied(torch.autograd.Function):
+    """alpha * (x @ weight.T + bias)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, alpha: float) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.shape, ctx.alpha = x.shape, alpha
+        y = _product(x.reshape(-1, x.shape[-1]), weight.t(), alpha, None if bias is None else bias * alpha)
+        return reshaped(y, torch.Size((*x.shape[:-1], weight.shape[0])))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        dx = None if weight is None else _product(rows, weight, ctx.alpha).view(ctx.shape)
+        dweight = None if x is None else _product(rows.t(), x.reshape(-1, x.shape[-1]), ctx.alpha)
+        dbias = rows.sum(dim=0, dtype=torch.float32) * ctx.alpha if ctx.needs_input_grad[2] else None
+        return dx, dweight, None if dbias is None else dbias.to(rows.dtype), None
+
+
+def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, factor: float) -> Tensor:
+    """(x @ weight.T + bias) * factor, in the dtype of that product."""
+    dtype = calls.autocast_dtype(x) or x.dtype
+    x, weight = x.to(dtype), weight.to(dtype)
+    y: Tensor = _Multiplied.apply(x, weight, None if bias is None else bias.to(dtype), factor)
+    return y
+
+
+def _fused(dense: Any, x: Tensor, factor: Any) -> Tensor | None:
+    """dense(x) * factor; None where that may differ, or costs more than it saves."""
+    if calls.is_followed() or not calls.multiplies(dense, x):
+        return None
+    if _is_number(factor):
+        is_worth = calls.fits(x) and calls.is_large(x)
+        return multiplied(x, dense.weight, dense.bias, factor) if is_worth else None
+    return folded(x, dense.weight, dense.bias, factor) if _is_foldable(dense.weight, x, factor) else None
+
+
+def _is_number(factor: Any) -> bool:
+    return type(factor) in (float, int)
+
+
+def _is_foldable(weight: Tensor, x: Tensor, vector: Any) -> bool:
+    """Not where the weight has no gradient otherwise, and not in float16, where a weight times a small vector may
+    vanish."""
     return (
-        vector.dtype == weight.dtype
+        isinstance(vector, Tensor)
+        and vector.dtype == weight.dtype
         and vector.shape == weight.shape[:1]
         and not calls.is_distributed(vector)
         and (weight.requires_grad or not vector.requires_grad)
@@ -115,9 +168,11 @@ def _is_foldable(dense: Any, x: Tensor, vector: Any) -> bool:
 
 @dataclass(eq=False)
 class FoundScale:
-    """`self.path(x)`, or `x * self.path`."""
+    """`self.path(x)`, `x * self.path`, or `x * 0.5`."""
 
     expression: ast.expr
+    scale: ast.expr
+    """self.path, or the number."""
     path: str
     is_child: bool
     x: list[Operand]
@@ -125,26 +180,42 @@ class FoundScale:
 
 
 def read_scales(forward: Forward) -> list[FoundScale]:
-    """The products of a vector and the result of a child."""
+    """The products of a vector or a number and the result of a child."""
     if writes_to_tensors(forward.tree):  # the linear layer runs where the product stands
         return []
     reader, found = SumReader(forward), []
     for place in places(forward.tree.body):
         match place.statement:
-            case ast.Assign(targets=[ast.Name()], value=value) if not place.in_loop:
-                pass
+            case ast.Assign(targets=[ast.Name()], value=value) | ast.Return(value=ast.expr() as value):
+                terms = _terms(value) if not place.in_loop else ()
             case _:
                 continue
-        called = forward.called(value)
-        sides = (value.left, value.right) if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) else ()
-        products = [
-            (path, x) for side, x in zip(sides, sides[::-1], strict=True) if (path := forward.child(side)) != ""
-        ]
-        for path, x in products if called is None else [called]:
+        for expression, scale, x in (each for term in terms for each in _products(forward, term)):
             ways = [each for each in reader.readings(x, place) if each.opened and not each.linear and each.p is None]
             if ways:
-                found.append(FoundScale(value, path, called is not None, ways))
+                path, is_child = forward.child(scale), isinstance(expression, ast.Call)
+                found.append(FoundScale(expression, scale, path, is_child, ways))
     return found
+
+
+def _terms(value: ast.expr) -> tuple[ast.expr, ...]:
+    """The sides of a sum, or the value."""
+    match value:
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return left, right
+    return (value,)
+
+
+def _products(forward: Forward, term: ast.expr) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
+    """(term, what may multiply, x): both sides of a product may."""
+    called = forward.called(term)
+    match term:
+        case ast.Call(func=scale) if called is not None:
+            yield term, scale, called[1]
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            for scale, x in ((left, right), (right, left)):
+                if forward.child(scale) or isinstance(scale, ast.Constant):
+                    yield term, scale, x
 
 
 class Choice(NamedTuple):
@@ -174,20 +245,25 @@ class LayerScales(InForward):
             rewriting.replace(choice.found.expression, partial(_call, rewriting, index, choice))
 
     def verify(self, module: nn.Module) -> None:
-        """Raise VerificationError unless a small layer with a scaled weight computes its scaled result."""
-        shapes = {"x": (2, 9, 8), "weight": (4, 8), "bias": (4,), "vector": (4,)}
-        check_function(folded, _unfolded, shapes, *kind_of(module))
+        """Raise VerificationError unless a small layer that multiplies computes its scaled result."""
+        shapes = {"x": (2, 9, 8), "weight": (4, 8), "bias": (4,)}
+        are_numbers = {_is_number(_given(module, choice.found)) for choice in self.chosen}
+        if True in are_numbers:
+            fused, unfused = (partial(each, factor=0.3) for each in (multiplied, _unfused))
+            check_function(fused, unfused, shapes, *kind_of(module))
+        if False in are_numbers:
+            check_function(folded, _unfused, shapes | {"vector": (4,)}, *kind_of(module))
 
 
-def _unfolded(x: Tensor, weight: Tensor, bias: Tensor, vector: Tensor) -> Tensor:
-    return functional.linear(x, weight, bias) * vector
+def _unfused(x: Tensor, weight: Tensor, bias: Tensor, factor: Any) -> Tensor:
+    return functional.linear(x, weight, bias) * factor
 
 
 def _call(rewriting: Rewriting, index: int, choice: Choice) -> ast.Call:
     operand = choice.operand
     x = rewriting.visit(rewriting.copy_of(operand.x))
     dropout = [rewriting.attribute(operand.dropout)] if operand.dropout else []
-    return rewriting.call(f"scaled_{index}_", rewriting.attribute(choice.found.path), x, *dropout)
+    return rewriting.call(f"scaled_{index}_", rewriting.copy_of(choice.found.scale), x, *dropout)
 
 
 def _choice(module: nn.Module, found: FoundScale, excluded: Container[int]) -> Choice | None:
@@ -203,15 +279,23 @@ def _choice(module: nn.Module, found: FoundScale, excluded: Container[int]) -> C
 
 
 def _scaled(module: nn.Module, found: FoundScale, excluded: Container[int]) -> Scaled | None:
-    """None where the module has no vector there."""
+    """None where the module has neither a vector nor a number there."""
     if not found.is_child:
-        return Scaled(None, "") if isinstance(module._parameters.get(found.path), Tensor) else None
+        given = _given(module, found)
+        return Scaled(None, "") if isinstance(given, Tensor) or _is_number(given) else None
     child: Any = child_at(module, found.path)
     if child is None or id(child) in excluded:
         return None
     cls: Any = calls.original_class(type(child))
     attribute = vector_of(cls)
     return Scaled(cls, attribute) if attribute and calls.is_plain(child, cls) else None
+
+
+def _given(module: nn.Module, found: FoundScale) -> Any:
+    """The number, or the module's own one or parameter; None for anything else."""
+    if isinstance(found.scale, ast.Constant):
+        return found.scale.value
+    return vars(module).get(found.path, module._parameters.get(found.path))
 
 
 @cache
