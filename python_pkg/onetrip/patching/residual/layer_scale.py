@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...ops.common.native import reshaped
 from .. import calls
 from ..classes import plain_forward
 from ..forward import Forward, child_at, linear_at, places, read_forward, writes_to_tensors
+from ..linear.readers import Readers, linear
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
@@ -102,40 +102,11 @@ def folded(x: Tensor, weight: Tensor, bias: Tensor | None, vector: Tensor) -> Te
     return y.to(torch.promote_types(y.dtype, vector.dtype))  # float32 under autocast
 
 
-def _product(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
-    """alpha * (a @ b) + bias. a, b: matrices."""
-    if bias is None:
-        return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=alpha)  # what it would add is not read
-    return torch.addmm(bias, a, b, alpha=alpha)
-
-
-class _Multiplied(torch.autograd.Function):
-    """alpha * (x @ weight.T + bias)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, alpha: float) -> Tensor:
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.shape, ctx.alpha = x.shape, alpha
-        y = _product(x.reshape(-1, x.shape[-1]), weight.t(), alpha, None if bias is None else bias * alpha)
-        return reshaped(y, torch.Size((*x.shape[:-1], weight.shape[0])))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        rows = grads[0].reshape(-1, grads[0].shape[-1])
-        dx = None if weight is None else _product(rows, weight, ctx.alpha).view(ctx.shape)
-        dweight = None if x is None else _product(rows.t(), x.reshape(-1, x.shape[-1]), ctx.alpha)
-        dbias = rows.sum(dim=0, dtype=torch.float32) * ctx.alpha if ctx.needs_input_grad[2] else None
-        return dx, dweight, None if dbias is None else dbias.to(rows.dtype), None
-
-
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, factor: float) -> Tensor:
     """(x @ weight.T + bias) * factor, in the dtype of that product."""
     dtype = calls.autocast_dtype(x) or x.dtype
-    x, weight = x.to(dtype), weight.to(dtype)
-    y: Tensor = _Multiplied.apply(x, weight, None if bias is None else bias.to(dtype), factor)
-    return y
+    cast = x if x.dtype == dtype else x.detach().to(dtype)
+    return linear(x, weight, bias, cast, Readers(x, cast), scale=float(factor))
 
 
 def _fused(dense: Any, x: Tensor, factor: Any) -> Tensor | None:
