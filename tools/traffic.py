@@ -3,8 +3,8 @@
     python -m tools.traffic
 
 The six model shapes of benchmarks/suites/default_patch.py, one with low-rank adapters (PEFT) on all linear layers, a
-mixture of experts, two that scan the sequence, and CLIP's image encoder, bfloat16, train mode; the six also with
-float32 weights under autocast (Trainer's bf16=True).
+mixture of experts, two that scan the sequence, Gemma 2 with its caps, Granite with its factors, CLIP's image encoder,
+bfloat16, train mode; the six also with float32 weights under autocast (Trainer's bf16=True).
 Fake tensors go through forward and backward: no step runs, and the counts are the same on every machine. On a CPU they
 are those of two threads, which cut attention into other parts than one.
 See docs/anatomy.md.
@@ -47,6 +47,8 @@ MORE_SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen3-MoE": ("qwen3_moe", "CausalLM", _LLAMA | _MIXTURE),
     "Qwen3.5": ("qwen3_5_text", "CausalLM", _LLAMA | _LINEAR_HEADS | {"linear_num_key_heads": 6}),
     "Mamba": ("mamba", "CausalLM", {each: _LLAMA[each] for each in ("hidden_size", "num_hidden_layers", "vocab_size")}),
+    "Gemma 2": ("gemma2", "CausalLM", _LLAMA | {"query_pre_attn_scalar": 64}),
+    "Granite": ("granite", "CausalLM", _LLAMA | {"residual_multiplier": 0.22}),
     "CLIP": ("clip", "ImageClassification", {"vision_config": _VISION}),
 }
 ADAPTED, _RANK = "Llama with LoRA", 16

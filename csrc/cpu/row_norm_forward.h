@@ -128,7 +128,7 @@ ONETRIP_INLINE void normalise(const Normalisation& norm, int64_t row, int64_t n_
     v = round_to<N>(v * stats.rstd);
     if (weight) v *= load(weight + c, lanes);
     if (norm_bias) v += load(norm_bias + c, lanes);
-    store_rounded(y + c, v, lanes, streams);
+    store_rounded(present(y + c), v, lanes, streams);
   });
 }
 
