@@ -178,7 +178,8 @@ struct Formula<Softcap> {
   }
   ONETRIP_INLINE Activated with_slope(F x) const {
     const F e = exp_nonpositive(negative_magnitude(x / splat(cap)) * 2.0f), whole = 1.0f + e;
-    return {F{}, 4.0f * e / (whole * whole)};  // 1 - tanh^2 would cancel
+    // Without up, backward reads the slope alone. 1 - tanh^2 would cancel.
+    return {F{}, 4.0f * e / (whole * whole)};
   }
   static ONETRIP_INLINE F gradient_of_gate(F, F gradient) { return gradient; }
 };

@@ -85,9 +85,9 @@ def original_class(cls: type) -> Any:
     return cls._onetrip_original if getattr(cls, "_onetrip_class", None) is cls else cls
 
 
-def is_large(x: Tensor) -> bool:
-    """Whether a pass over x costs more than the Python that saves it."""
-    return x.numel() >= (SMALLEST * _GPU_IS_FASTER if x.is_cuda else SMALLEST)
+def is_large(x: Tensor, n_elements: int | None = None) -> bool:
+    """Whether a pass over x, or over n_elements on its device, costs more than the Python that saves it."""
+    return (x.numel() if n_elements is None else n_elements) >= (SMALLEST * _GPU_IS_FASTER if x.is_cuda else SMALLEST)
 
 
 def is_plain(module: nn.Module, expected: type) -> bool:
@@ -136,14 +136,20 @@ def multiplies(dense: Any, x: Tensor) -> bool:
     return has_dtype and weight.device == x.device and weight.shape[1:] == x.shape[-1:]
 
 
+def is_factor(value: Any) -> bool:
+    """Whether a matrix product multiplies by the Python number as an operator does: not by 0, Inf or NaN, which BLAS
+    libraries leave out, nor by what float32 cannot hold."""
+    return type(value) in (float, int) and 2.0**-126 < abs(value) < 2.0**127
+
+
 _LARGEST_EXPONENT = 16
-"""Of a factor 2^e or 2^-e: what it scales stays far from the ends of bfloat16 and float32."""
+"""What a factor of 2^e or 2^-e scales stays far from the ends of bfloat16 and float32."""
 
 
 def scales_exactly(factor: Any, dense: nn.Linear, x: Any) -> bool:
     """Whether dense(x) * factor has the same bits if the factor is part of the product, or scales x: a power of two
-    changes exponents alone. Not in float16, whose exponents end close by."""
-    if type(factor) not in (float, int) or not (type(x) is Tensor or isinstance(x, FakeTensor)):
+    changes exponents alone. Not in float16: its smallest numbers are too close."""
+    if not is_factor(factor) or not (type(x) is Tensor or isinstance(x, FakeTensor)):
         return False
     fraction, exponent = math.frexp(factor)
     is_power = abs(fraction) == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT

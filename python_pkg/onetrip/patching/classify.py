@@ -24,6 +24,7 @@ from .activations import (
     recognise_activation,
 )
 from .activations.methods import read_methods
+from .activations.soft_caps import SoftCaps
 from .attention import Attention, Interface, SoftmaxRegions, eager, one_mask, read_attention
 from .attention.cached import CacheUpdates
 from .attention.heads import Heads
@@ -53,7 +54,7 @@ from .scans import Scans
 _IN_ORDER: tuple[type[InForward], ...] = (
     *(Heads, Rotations, Activations, LayerScales, ResidualSums),
     *(PackedSlices, PackedParts, SharedInputs, CastInputs, ScaledLogits, BiasedLogits),
-    *(Adapters, FunctionalDropouts, CacheUpdates, Scans),
+    *(SoftCaps, Adapters, FunctionalDropouts, CacheUpdates, Scans),
 )
 """What is fused in a forward, each with those before it fused; after attention."""
 

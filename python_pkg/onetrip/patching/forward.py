@@ -209,6 +209,37 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
         yield from evaluated(child)
 
 
+class ScaledCall(NamedTuple):
+    """`self.path(x) * factor`, or `/`."""
+
+    node: ast.BinOp
+    call: ast.Call
+    path: str
+    statements: tuple[ast.stmt, ...]
+    """The one before that calls the child, if another one scales its result."""
+
+
+def scaled_calls(forward: Forward) -> list[ScaledCall]:
+    """Results of children that the next statement, or the same one, multiplies by an attribute or a number."""
+    return [
+        scaled
+        for place in places(forward.tree.body)
+        if isinstance(place.statement, (ast.Assign, ast.Return))
+        for node in evaluated(place.statement)
+        if (scaled := _scaled_call(forward, place, node)) is not None
+    ]
+
+
+def _scaled_call(forward: Forward, place: Place, node: ast.AST) -> ScaledCall | None:
+    match node:
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=factor):
+            value, statements = forward.value_of(left, place, place.position) or (left, ())
+            called = forward.called(value)
+            if called is not None and (isinstance(factor, ast.Constant) or forward.child(factor)):
+                return ScaledCall(node, value, called[0], statements)  # type: ignore[arg-type]
+    return None
+
+
 _MAY_BE_IN_PLACE = frozenset(
     ("celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6", "selu", "silu")
 )

@@ -13,6 +13,7 @@ from torch._guards import detect_fake_mode
 
 from ..ops.common.backends import environment_fault
 from . import activations, dropouts, experts, linear_loss, rotary, scans, watched_logits
+from .activations import soft_caps
 from .attention import cached, eager, heads, one_mask
 from .calls import counter_of, original_class
 from .classes import (
@@ -41,7 +42,8 @@ PATTERNS = (
     *_OF_ATTENTION,
     *(*activations.PATTERNS, experts.PATTERN, rotary.PATTERN, layer_scale.PATTERN),
     *(packed_slices.PATTERN, shared_input.PATTERN, cast_input.PATTERN, tied_embedding.PATTERN, lora.PATTERN),
-    *(scaled_logits.PATTERN, biased_logits.PATTERN, watched_logits.PATTERN, dropouts.PATTERN, scans.PATTERN),
+    *(scaled_logits.PATTERN, biased_logits.PATTERN, soft_caps.PATTERN, watched_logits.PATTERN),
+    *(dropouts.PATTERN, scans.PATTERN),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, linear_loss.PATTERN)

@@ -1,18 +1,18 @@
 """Logits that a model returns, with their cross-entropy by one operator: pattern cross_entropy.
 
-While a model computes its loss in training, its output layer returns WatchedLogits: a tensor whose soft cap (Gemma 2)
-and conversion to float32 are put off. functional.cross_entropy of them becomes ops.cross_entropy, which reads the
-logits in their own dtype and writes one gradient: no float32 copy, no log-probabilities, no pass for the cap. Any other
-function sees plain tensors and computes what it did. What the model returns are plain tensors, capped in one pass.
+While a model computes its loss in training, its output layer returns WatchedLogits: a tensor whose conversion to
+float32 is put off. functional.cross_entropy of them becomes ops.cross_entropy, which reads the logits in their own
+dtype and writes one gradient: no float32 copy, no log-probabilities. Any other function sees plain tensors and computes
+what it did. What the model returns are plain tensors. The loss of logits with a soft cap
+(activations/soft_caps.py) reads them before it: the operator computes the cap in its own pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +38,6 @@ _ARITHMETIC = frozenset(
     )
 )
 """Functions between an output layer and its loss: caps, factors, constants. Their results are logits again."""
-_STEPS = {
-    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), "div"),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), "tanh"),
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), "mul"),
-}
-"""The steps of a soft cap, cap * tanh(logits / cap)."""
 _METADATA = frozenset(
     (
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
@@ -75,38 +69,44 @@ def with_graph() -> Iterator[None]:
         yield
 
 
-class _Later:
-    """What was done to logits, put off until something else than the loss asks for its values. Views share it."""
+class _Float32:
+    """One conversion of logits to float32, put off until something else than the loss asks for it. Views share it."""
 
-    def __init__(
-        self, logits: WatchedLogits, function: Callable[[Tensor], Tensor], name: str, cap: float | None
-    ) -> None:
-        """name: "float32", "softcap", or a part of that: "div" by the cap, "tanh". cap: of the logits as the loss reads
-        them."""
-        self.logits, self.function, self.name, self.cap = logits, function, name, cap
-        self.version = logits._rows._version
-        self.result: Tensor | None = None
+    def __init__(self, half: Tensor) -> None:
+        self.half, self.version = half, half._version
+        self.wide: Tensor | None = None
+
+    def values(self) -> Tensor:
+        if self.wide is None:
+            self.check()
+            with with_graph():
+                self.wide = self.half.float()
+        return self.wide
+
+    def check(self) -> None:
+        if self.half._version != self.version:
+            raise RuntimeError(
+                "cross_entropy: logits were modified in place after their conversion to float32: patch the model "
+                'without the pattern "cross_entropy"'
+            )
+
+
+class _Cap:
+    """A soft cap between logits and those that it made. Views share it."""
+
+    def __init__(self, cap: float, uncapped: Tensor, capped: Tensor) -> None:
+        self.cap, self.tensors = cap, (uncapped, capped)
+        self.versions = self._versions()
+        self.is_read = False
+        """Whether something else than the loss has the capped values: hooks, or a gradient of them."""
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(each._version for each in self.tensors)
 
     @property
     def is_of_loss(self) -> bool:
-        """Whether the loss can do it: it was not done, and is whole."""
-        before = self.logits._later
-        return self.result is None and self.name not in ("div", "tanh") and (before is None or before.is_of_loss)
-
-    def values(self) -> Tensor:
-        if self.result is None:
-            self.check()
-            logits = self.logits.plain()
-            with with_graph():
-                self.result = self.function(logits)
-        return self.result
-
-    def check(self) -> None:
-        if self.logits._rows._version != self.version:
-            raise RuntimeError(
-                "cross_entropy: logits were modified in place after their conversion to float32 or their soft cap: "
-                'patch the model without the pattern "cross_entropy"'
-            )
+        """Whether the loss may compute it: nothing was changed in place, and nothing else has the values."""
+        return not self.is_read and self.versions == self._versions()
 
 
 _View = tuple[Any, tuple[Any, ...]]
@@ -117,27 +117,44 @@ class WatchedLogits(Tensor):
     """Logits on their way to the loss."""
 
     _rows: Tensor
-    """The logits in their own dtype, without what was put off."""
-    _later: _Later | None
-    """That, of which these are the result."""
+    """The logits in their own dtype."""
+    _float32: _Float32 | None
+    """The conversion that these are the result of."""
     _views: tuple[_View, ...]
-    """What was done since."""
+    """What was done since the conversion."""
     _made: Tensor | None
     """The result of both, once something has asked for it."""
+    _capped: tuple[_Cap, Tensor] | None
+    """The soft cap that made _rows, and what it made them of."""
 
     @classmethod
-    def of(cls, rows: Tensor, later: _Later | None = None, views: tuple[_View, ...] = ()) -> WatchedLogits:
+    def of(
+        cls,
+        rows: Tensor,
+        float32: _Float32 | None = None,
+        views: tuple[_View, ...] = (),
+        capped: tuple[_Cap, Tensor] | None = None,
+    ) -> WatchedLogits:
         # A tensor for isinstance and autograd.Function. Of a FakeTensor: a meta tensor of its shape.
         watched = rows.as_subclass(cls) if type(rows) is Tensor else _shape_of(rows).as_subclass(cls)
-        watched._rows, watched._later, watched._views, watched._made = rows, later, views, None
+        watched._rows, watched._float32, watched._views, watched._made = rows, float32, views, None
+        watched._capped = capped
         return watched
+
+    def capped(self, cap: float) -> WatchedLogits:
+        """cap * tanh(logits / cap)."""
+        rows = self.plain()
+        capped = ops.softcap(rows, cap)
+        return self.of(capped, capped=(_Cap(cap, rows, capped), rows))
 
     def plain(self) -> Tensor:
         """The values as a plain tensor."""
-        if self._later is None:
+        if self._capped is not None:
+            self._capped[0].is_read = True
+        if self._float32 is None:
             return self._rows
         if self._made is None:
-            values = self._later.values()
+            values = self._float32.values()
             with with_graph():
                 for function, arguments in self._views:
                     values = function(values, *arguments)
@@ -145,11 +162,14 @@ class WatchedLogits(Tensor):
         return self._made
 
     def read(self) -> tuple[Tensor, float | None]:
-        """(what the loss is computed of, its soft cap): in the logits' own dtype, unless later values exist."""
-        if self._later is None or not self._later.is_of_loss:
-            return self.plain(), None
-        self._later.check()
-        return self._rows, self._later.cap
+        """(what the loss is computed of, its soft cap): in the logits' own dtype, unless the float32 values exist."""
+        if self._float32 is not None:
+            if self._float32.wide is not None:
+                return self.plain(), None
+            self._float32.check()
+        if self._capped is not None and self._capped[0].is_of_loss:
+            return self._capped[1], self._capped[0].cap
+        return self._rows, None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,61 +180,38 @@ class WatchedLogits(Tensor):
                 if func in _METADATA:
                     return func(first._rows, *args[1:], **kwargs)
                 if func == _DTYPE:
-                    return torch.float32 if first._is_float32 else first._rows.dtype
+                    return first._rows.dtype if first._float32 is None else torch.float32
                 if torch.is_grad_enabled():
                     is_loss = func is functional.cross_entropy
-                    found = _loss(*args, **kwargs) if is_loss else first._put_off(func, args[1:], kwargs)
+                    found = _loss(*args, **kwargs) if is_loss else first._moved(func, args[1:], kwargs)
                     if found is not None:
                         return found
             result = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
             if func in _ARITHMETIC and is_watchable(result):
                 return cls.of(result)
             # Changed in place: the same logits.
-            return first if first is not None and first._later is None and result is first._rows else result
+            return first if first is not None and first._float32 is None and result is first._rows else result
 
-    @property
-    def _is_float32(self) -> bool:
-        return self._later is not None and self._later.name == "float32"
-
-    def _put_off(self, func: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchedLogits | None:
-        """The logits in float32, with a soft cap, or at other places; None for other functions, or where later values
-        exist."""
-        later = self._later
-        if kwargs or (later is not None and later.result is not None):
+    def _moved(self, func: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchedLogits | None:
+        """The logits in float32, or at other places; None for other functions, or where float32 values exist."""
+        if kwargs or (self._float32 is not None and self._float32.wide is not None):
             return None
-        if func in _STEPS and (step := self._step(func, arguments)) is not None:
-            return step
         to_float32 = func is Tensor.to and len(arguments) == 1 and arguments[0] is torch.float32
-        to_float32 = to_float32 or (func is Tensor.float and not arguments)
-        if to_float32 and (self._is_float32 or self._rows.dtype is torch.float32):
-            return self
+        if to_float32 or (func is Tensor.float and not arguments):
+            if self._float32 is not None or self._rows.dtype is torch.float32:
+                return self
+            return self.of(self._rows, _Float32(self._rows), (), self._capped) if self._rows.dtype in HALF else None
         names_dtype = (torch.dtype, Tensor) if func is Tensor.to else torch.dtype
-        moves = func in _VIEWS and not any(isinstance(value, names_dtype) for value in arguments)
-        if not (to_float32 or moves):
+        if func not in _VIEWS or any(isinstance(value, names_dtype) for value in arguments):
             return None
-        if later is not None and not later.is_of_loss:  # a part of a soft cap
-            return self.of(self.plain())._put_off(func, arguments, kwargs)
-        if moves and later is None:
-            return self.of(func(self._rows, *arguments))
-        if moves:  # a view of what comes later: of a slice, that may be a copy
-            rows = (Tensor.reshape if func is Tensor.view else func)(self._rows, *arguments)
-            return self.of(rows, later, (*self._views, (func, arguments)))
-        if self._rows.dtype not in HALF:
-            return None
-        return self.of(self._rows, _Later(self, Tensor.float, "float32", None if later is None else later.cap))
-
-    def _step(self, func: Any, arguments: tuple[Any, ...]) -> WatchedLogits | None:
-        """The logits after one step of cap * tanh(logits / cap); None for others."""
-        later, made = self._later, None
-        match _STEPS[func], arguments:
-            case "div", (int() | float() as cap,) if later is None and cap > 0:
-                made = _Later(self, lambda rows: func(rows, cap), "div", float(cap))
-            case "tanh", () if later is not None and later.name == "div":
-                divided = later.function
-                made = _Later(later.logits, lambda rows: func(divided(rows)), "tanh", later.cap)
-            case "mul", (int() | float() as cap,) if later is not None and later.name == "tanh" and cap == later.cap:
-                made = _Later(later.logits, partial(ops.softcap, cap=cap), "softcap", later.cap)
-        return None if made is None or self._views else self.of(self._rows, made)
+        capped, views = self._capped, self._views
+        if self._float32 is not None:
+            views = (*views, (func, arguments))
+            func = Tensor.reshape if func is Tensor.view else func  # a conversion copies a slice, and may be viewed
+        if capped is not None:
+            before = capped[1]
+            capped = capped[0], (Tensor.reshape if func is Tensor.view else func)(before, *arguments)
+        return self.of(func(self._rows, *arguments), self._float32, views, capped)
 
 
 def _plain(value: Any) -> Any:
@@ -287,5 +284,5 @@ def _loss(logits: WatchedLogits, *arguments: Any, **keywords: Any) -> Tensor | N
     loss = ops.cross_entropy(rows, softcap=softcap, **options)
     if (call := loss_call.get()) is not None:
         call.is_fused = True
-    is_float32 = logits._is_float32 or calls.is_autocasting(rows)  # autocast computes losses in float32
+    is_float32 = logits._float32 is not None or calls.is_autocasting(rows)  # autocast computes losses in float32
     return loss if is_float32 else loss.to(rows.dtype)

@@ -21,7 +21,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "relu", "quick_gelu")
 
 SOFTCAP = "softcap"
 KERNEL_ACTIVATIONS = (*ACTIVATIONS, SOFTCAP)
-"""By the numbers that kernels know them by. softcap: alpha tanh(x / alpha)."""
+"""The index is the kernels' code. softcap is alpha tanh(x / alpha)."""
 
 _TANH_LINEAR, _TANH_CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715
 
@@ -39,7 +39,7 @@ class GluPlan(NamedTuple):
     alpha: float = 1.0
     up_offset: float = 0.0
     """silu: g sigmoid(alpha g) (clamp(up, -limit, limit) + up_offset), g = min(gate, limit). softcap: alpha is the cap.
-    Of other activations they are left out."""
+    Other activations take none of them."""
 
     @property
     def has_numbers(self) -> bool:

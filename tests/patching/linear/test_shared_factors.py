@@ -167,6 +167,16 @@ def test_other_factors_scale_the_result(scaling: Any, x: Tensor) -> None:
     assert scaled_bytes(model, x) == apart(lambda: scaled_bytes(model, x))
 
 
+def test_inputs_that_are_not_contiguous_have_the_same_bits() -> None:
+    """Of those, torch adds the bias after the product is rounded; a checkpoint may run without gradients first."""
+    model = randomised(Inline()).bfloat16()
+    patch_model(model)
+    x = torch.randn(7, 3, WIDTH).bfloat16().transpose(0, 1).requires_grad_()
+    y = model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), y)
+
+
 def test_a_factor_that_is_trained(x: Tensor) -> None:
     model = randomised(Inline(nn.Parameter(torch.tensor(0.5))))
     expected = outcome(model, x)

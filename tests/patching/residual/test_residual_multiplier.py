@@ -12,6 +12,7 @@ import torch
 from onetrip.measure import saved_bytes
 from onetrip.measure.traffic import traffic
 from onetrip.patching import calls, patch_model
+from onetrip.patching.residual import layer_scale
 from outcomes import (
     assert_agree,
     assert_compiles,
@@ -206,7 +207,7 @@ def test_what_is_changed_after_patching_is_called(name: str) -> None:
 
 FACTORS: dict[str, tuple[Any, int]] = {
     "another number": (3, 2),
-    "zero": (0.0, 2),
+    "zero": (0.0, 0),
     "a NumPy number": (numpy.float64(0.5), 0),
     "a tensor": (torch.tensor(0.5, requires_grad=True), 0),
     "a bool": (True, 0),
@@ -219,6 +220,42 @@ def test_a_factor_that_was_replaced(name: str) -> None:
     change: Callable[[Any], Any] = lambda layer: setattr(layer, "multiplier", factor)  # noqa: E731
     report = assert_obeys(change, randomised(Layer()).train(), X, patterns=ONLY)
     assert report.calls() == {"": (n_fused, 2 - n_fused)}
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf"), 1e39])
+def test_numbers_that_products_leave_out(factor: float) -> None:
+    """A BLAS library hides Inf and NaN in the weight behind a factor of 0 or NaN."""
+    for weight in (0.5, float("inf")):
+        original = randomised(Layer()).train()
+        original.multiplier = factor
+        original.mlp.down.weight.data.fill_(weight)
+        model = copy.deepcopy(original)
+        patch_model(model, patterns=ONLY)
+        torch.testing.assert_close(model(X), original(X), equal_nan=True)
+
+
+def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("multiplied", "folded"):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer_scale, name, lambda x, weight, bias, factor: torch.zeros(*x.shape[:-1], len(weight)))
+            model = Layer()
+            if name == "folded":
+                model.multiplier = nn.Parameter(torch.ones(WIDTH))
+            assert "verify_failed" in [site.reason for site in patch_model(model, patterns=ONLY).skipped]
+
+
+def test_gradients_under_vmap() -> None:
+    """Its addmm reads what beta = 0 leaves out: memory that may hold anything."""
+    _, model, _ = pair(Layer, patterns=ONLY)
+    x = X[:1, :3].clone().requires_grad_()
+    y = model(x)
+    for n in (1, y.numel()):
+        [torch.full((n,), float("nan")) for _ in range(200)]
+    vectors = torch.eye(y.numel()).view(-1, *y.shape)
+    found = torch.func.vmap(lambda each: torch.autograd.grad(y, x, each, retain_graph=True)[0])(vectors)
+    torch.testing.assert_close(
+        found, torch.stack([torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in vectors])
+    )
 
 
 def test_a_dropout_stays_between() -> None:
@@ -284,6 +321,8 @@ OTHERS = {
         y = self.mlp(x)
         x.zero_()
         return h + y * self.multiplier""",
+    "a function called between": "y = self.mlp(h); h = self.norm_1(h); return h + y * self.multiplier",
+    "a function called first": "y = self.mlp(h); return self.norm_1(h) + y * self.multiplier",
     "a factor of another kind": "y = self.mlp(h); return h + y * self.training",
     "a division": "y = self.mlp(h); return h + y / self.multiplier",
     "the result of no linear layer": "y = self.norm_1(h); return h + y * self.multiplier",

@@ -31,6 +31,8 @@ def widens_now(a: Tensor, dtype: torch.dtype) -> bool:
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, alpha: float = 1.0) -> Tensor:
     """alpha * (a @ b) in dtype, or in the operands' dtype where the product cannot be had in dtype. a, b: matrices."""
+    if alpha != 1.0 and not have_storage(a, b):  # functorch's addmm reads what beta = 0 leaves out
+        return (a @ b) * alpha
     if not widens_now(a, dtype):
         return a @ b if alpha == 1.0 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
     if alpha == 1.0:

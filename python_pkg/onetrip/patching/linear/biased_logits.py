@@ -132,6 +132,8 @@ def _is_bias(head: Any, x: Any, bias: Any) -> bool:
     """Whether head's product can add it, and has the sum's shape and dtype."""
     if calls.is_followed() or not all(type(each) is Tensor or isinstance(each, FakeTensor) for each in (x, bias)):
         return False
+    if x.is_nested or x.dim() == 0 or not calls.is_large(x, x.shape[:-1].numel() * bias.numel()):
+        return False
     return (
         calls.multiplies(head, x)
         and head.bias is None

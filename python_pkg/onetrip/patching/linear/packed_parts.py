@@ -11,33 +11,34 @@ unbinds). Of `qkv[0], qkv[1], qkv[2]` it writes a whole gradient each, and adds 
 from __future__ import annotations
 
 import ast
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .. import calls
-from ..forward import Forward, Place, places, writes_to_tensors
+from ..forward import Forward, Place, linear_at, places, writes_to_tensors
 from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
 from .packed_slices import PATTERN, has_gradient
 
-_MOVES = ("permute", "transpose")
 _TAKES = ("unbind", "chunk", "split")
 
 
 class _Found(NamedTuple):
-    """An expression whose dimensions move before a statement takes all parts of it, which nothing else reads."""
+    """An expression whose dimensions move before a statement takes all parts of the moved tensor, which nothing else
+    reads."""
 
     x: ast.expr
-    n_items: int
-    """Of a tuple of its items; 0 where a method takes the parts."""
+    n_items: int = 0
+    """How many items, `p[0], p[1], ...`, the statement takes; 0 where unbind, chunk or split takes the parts."""
+    path: str = ""
+    """Of the layer whose result x is, where items are taken."""
 
 
 def read_packed_parts(forward: Forward) -> list[_Found]:
-    """Those of a forward that writes to no tensor: of an unsafe split, autograd does not know that its parts share
-    memory."""
+    """Those of a forward that writes to no tensor."""
     if writes_to_tensors(forward.tree):
         return []
     return [found for place in places(forward.tree.body) if (found := _found(forward, place)) is not None]
@@ -46,28 +47,49 @@ def read_packed_parts(forward: Forward) -> list[_Found]:
 def _found(forward: Forward, place: Place) -> _Found | None:
     match place.statement:
         case ast.Assign(
-            targets=[ast.Tuple()], value=ast.Tuple(elts=[ast.Subscript(value=ast.Name() as name), *_] as items)
+            targets=[ast.Tuple()], value=ast.Tuple(elts=[ast.Subscript(value=ast.Name() as p), *_] as items)
         ):
-            n_items = len(items)
-            if [ast.unparse(each) for each in items] != [f"{name.id}[{i}]" for i in range(n_items)]:
+            assigned = forward.assignment_of(p.id, place, place.position, times=len(items))
+            if assigned is None or [ast.unparse(each) for each in items] != [f"{p.id}[{i}]" for i in range(len(items))]:
                 return None
-            moved: ast.expr = name
-        case ast.Assign(targets=[ast.Tuple()], value=ast.Call(func=ast.Attribute(value=moved, attr=take))) if (
+            x, position = _moved(assigned.value), place.block.index(assigned)
+            path = "" if x is None else _layer_of(forward, x, place, position)
+            return _Found(x, len(items), path) if x is not None and path else None
+        case ast.Assign(targets=[ast.Tuple()], value=ast.Call(func=ast.Attribute(value=p, attr=take)) as taken) if (
             take in _TAKES
         ):
-            n_items = 0
-            match moved:
+            match p:
                 case ast.Call(func=ast.Attribute(value=inner, attr="reshape"), keywords=[]) if take == "unbind":
-                    moved = inner
-        case _:
-            return None
-    if isinstance(moved, ast.Name):
-        assigned = forward.assignment_of(moved.id, place, place.position, times=n_items or 1)
-        moved = moved if assigned is None else assigned.value
-    match moved:
-        case ast.Call(func=ast.Attribute(value=x, attr=move), keywords=[]) if move in _MOVES:
-            return _Found(x, n_items)
+                    if ast.unparse(taken)[len(ast.unparse(taken.func)) :] not in ("()", "(0)", "(dim=0)"):
+                        return None
+                    p = inner
+            if isinstance(p, ast.Name):
+                assigned = forward.assignment_of(p.id, place, place.position)
+                p = p if assigned is None else assigned.value
+            x = _moved(p)
+            return None if x is None else _Found(x)
     return None
+
+
+def _moved(expression: ast.expr) -> ast.expr | None:
+    """x of x.permute(...) or x.transpose(...)."""
+    match expression:
+        case ast.Call(func=ast.Attribute(value=x, attr="permute" | "transpose"), keywords=[]):
+            return x
+    return None
+
+
+def _layer_of(forward: Forward, x: ast.expr, place: Place, position: int) -> str:
+    """The path of the child whose result, reshaped, x is, where nothing else reads that; else empty. position: of the
+    statement that reads x."""
+    match x:
+        case ast.Call(func=ast.Attribute(value=inner, attr="view" | "reshape")):
+            return _layer_of(forward, inner, place, position)
+        case ast.Name():
+            value, statements = forward.value_of(x, place, position) or (x, ())
+            return _layer_of(forward, value, place, position - 1) if statements else ""
+    called = forward.called(x)
+    return "" if called is None else called[0]
 
 
 class PackedParts(InForward):
@@ -78,8 +100,8 @@ class PackedParts(InForward):
 
     @staticmethod
     def is_of(module: nn.Module, each: _Found, excluded: Container[int]) -> bool:
-        """Every instance has it."""
-        return True
+        """Every instance has it; where items are taken, of a linear layer."""
+        return not each.path or linear_at(module, each.path, excluded) is not None
 
     def put(self, rewriting: Rewriting) -> None:
         """The expressions as what takes parts before dimensions move."""
@@ -96,19 +118,22 @@ class PackedParts(InForward):
             return [items[0], items[1], items[2], *heads.unbind(0), *columns.transpose(1, -1).split(2, 1)]
 
         def fused(x: Tensor) -> list[Tensor]:
-            return taken(*(parts(module, x, n_items) for n_items in (3, 0, 0)))
+            return taken(*(_Parts(x, n_items) for n_items in (3, 0, 0)))
 
         check_function(fused, lambda x: taken(x, x, x), {"x": (2, 4, 3, 10)}, device, dtype)
 
 
 def _call(rewriting: Rewriting, found: _Found) -> ast.expr:
-    return rewriting.call("parts_", rewriting.visit(rewriting.copy_of(found.x)), ast.Constant(found.n_items))
+    layer = [rewriting.attribute(found.path)] if found.path else []
+    return rewriting.call("parts_", rewriting.visit(rewriting.copy_of(found.x)), ast.Constant(found.n_items), *layer)
 
 
-def parts(module: nn.Module, x: Any, n_items: int) -> Any:
-    """x, as what takes its parts (n_items by their indices; 0: by a method) before its dimensions move; x itself where
-    that saves nothing."""
-    if not has_gradient(x) or not x.is_contiguous():
+def parts(module: nn.Module, x: Any, n_items: int, layer: Any = None) -> Any:
+    """x, as what takes its parts before its dimensions move; x itself where that saves nothing. n_items, layer: whose
+    hooks may keep x: see _Found."""
+    if not has_gradient(x) or not x.is_contiguous() or x.numel() < calls.SMALLEST:
+        return x
+    if n_items and not calls.is_plain(layer, nn.Linear):
         return x
     calls.count_fused(module)
     return _Parts(x, n_items)
@@ -144,16 +169,19 @@ class _Parts:
         return self._without(dim, self.x.unbind(self.order[dim]))
 
     def chunk(self, chunks: int, dim: int = 0) -> list[Tensor]:
-        return [each.permute(self.order) for each in self.x.chunk(chunks, self.order[dim])]
+        return self._moved(self.x.chunk(chunks, self.order[dim]))
 
     def split(self, split_size: Any, dim: int = 0) -> list[Tensor]:
-        return [each.permute(self.order) for each in self.x.split(split_size, self.order[dim])]
+        return self._moved(self.x.split(split_size, self.order[dim]))
+
+    def _moved(self, taken: Iterable[Tensor]) -> list[Tensor]:
+        return [each.permute(self.order) for each in taken]
 
     def __getitem__(self, index: int) -> Tensor:
         axis = self.order[0]
         if self.x.shape[axis] != self.n_items:
             return self.x.permute(self.order)[index]
-        if not self.items:  # which may be written to, as views of several of one function may not
+        if not self.items:  # unsafe_split: its parts may be written to, those of unbind may not
             self.items = self._without(0, [each.squeeze(axis) for each in self.x.unsafe_split(1, axis)])
         return self.items[index]
 

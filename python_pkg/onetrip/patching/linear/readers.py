@@ -217,7 +217,8 @@ class SharedInput:
 
     def scaled(self, module: nn.Module, dense: Any, factor: Any, x: Tensor) -> Any:
         """dense(x) * factor."""
-        if not _is_fusable(dense, x) or not calls.scales_exactly(factor, dense, x):
+        # Of others torch adds the bias after the product is rounded.
+        if not (_is_fusable(dense, x) and x.is_contiguous() and calls.scales_exactly(factor, dense, x)):
             return self(module, dense, x) * factor
         calls.count_fused(module)
         y, self.tensor = _read(module, x, dense.weight, dense.bias, scale=float(factor))

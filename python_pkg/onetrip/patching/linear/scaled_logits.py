@@ -15,58 +15,27 @@ import ast
 from collections.abc import Callable, Container
 from functools import partial
 from operator import mul, truediv
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import calls
-from ..forward import Forward, Place, evaluated, linear_at, places
+from ..forward import ScaledCall, linear_at, scaled_calls
 from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
 
 PATTERN = "scaled_logits"
 
 
-class Scaled(NamedTuple):
-    """`self.path(x) * factor`, or `/`."""
-
-    node: ast.BinOp
-    call: ast.Call
-    path: str
-    statements: tuple[ast.stmt, ...]
-    """The one before that calls the layer, if another one scales its result."""
-
-
-def read_scaled(forward: Forward) -> list[Scaled]:
-    """Results of children that the next statement, or the same one, multiplies by an attribute or a number."""
-    return [
-        scaled
-        for place in places(forward.tree.body)
-        if isinstance(place.statement, (ast.Assign, ast.Return, ast.Expr))
-        for node in evaluated(place.statement)
-        if (scaled := _scaled(forward, place, node)) is not None
-    ]
-
-
-def _scaled(forward: Forward, place: Place, node: ast.AST) -> Scaled | None:
-    match node:
-        case ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=factor):
-            value, statements = forward.value_of(left, place, place.position) or (left, ())
-            called = forward.called(value)
-            if called is not None and (isinstance(factor, ast.Constant) or forward.child(factor)):
-                return Scaled(node, value, called[0], statements)  # type: ignore[arg-type]
-    return None
-
-
 class ScaledLogits(InForward):
     """A module that scales the result of a linear layer, as a site."""
 
     patterns, is_minor, in_wrapper = (PATTERN,), True, True
-    read = staticmethod(read_scaled)
+    read = staticmethod(scaled_calls)
 
     @staticmethod
-    def is_of(module: nn.Module, each: Scaled, excluded: Container[int]) -> bool:
+    def is_of(module: nn.Module, each: ScaledCall, excluded: Container[int]) -> bool:
         """Whether it is of a linear layer without bias whose result is larger than what it reads."""
         head = linear_at(module, each.path, excluded)
         return head is not None and head.bias is None and head.out_features > head.in_features
@@ -92,7 +61,7 @@ class ScaledLogits(InForward):
         check_function(fused, unfused, {"x": (7, 8)}, device, dtype)
 
 
-def _call(rewriting: Rewriting, found: Scaled) -> ast.expr:
+def _call(rewriting: Rewriting, found: ScaledCall) -> ast.expr:
     head, x = rewriting.attribute(found.path), rewriting.visit(rewriting.copy_of(found.call.args[0]))
     scale = "truediv_" if isinstance(found.node.op, ast.Div) else "mul_"
     return rewriting.call("scaled_logits_", head, x, ast.Name(scale), rewriting.copy_of(found.node.right))

@@ -21,11 +21,10 @@ from itertools import count
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..forward import Forward, linear_at
+from ..forward import Forward, linear_at, scaled_calls
 from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
 from .readers import Readers, SharedInput, linear
-from .scaled_logits import read_scaled
 
 PATTERN = "shared_input"
 
@@ -102,7 +101,7 @@ class SharedInputs(InForward):
 
     def put(self, rewriting: Rewriting) -> None:
         """The linear layers called through a SharedInput, with the factors of their results."""
-        scaled = {id(each.call): each for each in read_scaled(self.forward) if isinstance(each.node.op, ast.Mult)}
+        scaled = {id(each.call): each for each in scaled_calls(self.forward) if isinstance(each.node.op, ast.Mult)}
         for call in self.chosen:
             if (found := scaled.get(id(call))) is None:
                 rewriting.put_call(call, "shared_")

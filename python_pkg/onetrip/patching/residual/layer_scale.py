@@ -10,6 +10,8 @@ have few rows, passes over W cost more, and the result is multiplied.
     h = residual + h * self.residual_multiplier
 
 A number (Granite) is the alpha of the matrix products, forward and backward: no pass at all, and one rounding less.
+
+The linear layer runs where the product stands: nothing else may be called between the child and that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch.nn import functional
 
 from .. import calls
 from ..classes import plain_forward
-from ..forward import Forward, child_at, linear_at, places, read_forward, writes_to_tensors
+from ..forward import Forward, Place, child_at, linear_at, places, read_forward, writes_to_tensors
 from ..linear.readers import Readers, linear
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
@@ -110,17 +112,17 @@ def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, factor: float) ->
 
 
 def _fused(dense: Any, x: Tensor, factor: Any) -> Tensor | None:
-    """dense(x) * factor; None where that may differ, or costs more than it saves."""
-    if calls.is_followed() or not calls.multiplies(dense, x):
+    """dense(x) * factor; None where that may differ by more than roundings, or costs more than it saves."""
+    is_number = calls.is_factor(factor)
+    if calls.is_followed() or not calls.fits(x) or (is_number and not calls.is_large(x)):
         return None
-    if _is_number(factor):
-        is_worth = calls.fits(x) and calls.is_large(x)
+    if not calls.multiplies(dense, x):
+        return None
+    if is_number:
+        n_outputs, n_columns = dense.weight.shape
+        is_worth = n_outputs >= n_columns or calls.is_large(x, x.numel() // n_columns * n_outputs)
         return multiplied(x, dense.weight, dense.bias, factor) if is_worth else None
     return folded(x, dense.weight, dense.bias, factor) if _is_foldable(dense.weight, x, factor) else None
-
-
-def _is_number(factor: Any) -> bool:
-    return type(factor) in (float, int)
 
 
 def _is_foldable(weight: Tensor, x: Tensor, vector: Any) -> bool:
@@ -152,7 +154,7 @@ class FoundScale:
 
 def read_scales(forward: Forward) -> list[FoundScale]:
     """The products of a vector or a number and the result of a child."""
-    if writes_to_tensors(forward.tree):  # the linear layer runs where the product stands
+    if writes_to_tensors(forward.tree):
         return []
     reader, found = SumReader(forward), []
     for place in places(forward.tree.body):
@@ -163,10 +165,23 @@ def read_scales(forward: Forward) -> list[FoundScale]:
                 continue
         for expression, scale, x in (each for term in terms for each in _products(forward, term)):
             ways = [each for each in reader.readings(x, place) if each.opened and not each.linear and each.p is None]
+            ways = [each for each in ways if _runs_at_once(each, expression, place)]
             if ways:
                 path, is_child = forward.child(scale), isinstance(expression, ast.Call)
                 found.append(FoundScale(expression, scale, path, is_child, ways))
     return found
+
+
+def _runs_at_once(operand: Operand, expression: ast.expr, place: Place) -> bool:
+    """Whether nothing but the operand's dropout is called between the child and the product: it might write to what the
+    linear layer reads, which also stays in memory until then."""
+    assert operand.call is not None
+    start = operand.call.end_lineno or 0, operand.call.end_col_offset or 0
+    between = (each for each in place.block[: place.position + 1] if each not in operand.statements)
+    nodes = (node for each in between for node in ast.walk(each) if isinstance(node, ast.Call))
+    return not any(
+        start <= (node.lineno, node.col_offset) < (expression.lineno, expression.col_offset) for node in nodes
+    )
 
 
 def _terms(value: ast.expr) -> tuple[ast.expr, ...]:
@@ -218,7 +233,7 @@ class LayerScales(InForward):
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a small layer that multiplies computes its scaled result."""
         shapes = {"x": (2, 9, 8), "weight": (4, 8), "bias": (4,)}
-        are_numbers = {_is_number(_given(module, choice.found)) for choice in self.chosen}
+        are_numbers = {calls.is_factor(_given(module, choice.found)) for choice in self.chosen}
         if True in are_numbers:
             fused, unfused = (partial(each, factor=0.3) for each in (multiplied, _unfused))
             check_function(fused, unfused, shapes, *kind_of(module))
@@ -253,7 +268,7 @@ def _scaled(module: nn.Module, found: FoundScale, excluded: Container[int]) -> S
     """None where the module has neither a vector nor a number there."""
     if not found.is_child:
         given = _given(module, found)
-        return Scaled(None, "") if isinstance(given, Tensor) or _is_number(given) else None
+        return Scaled(None, "") if isinstance(given, Tensor) or calls.is_factor(given) else None
     child: Any = child_at(module, found.path)
     if child is None or id(child) in excluded:
         return None
@@ -263,7 +278,7 @@ def _scaled(module: nn.Module, found: FoundScale, excluded: Container[int]) -> S
 
 
 def _given(module: nn.Module, found: FoundScale) -> Any:
-    """The number, or the module's own one or parameter; None for anything else."""
+    """The number, or the instance's attribute or parameter of that name; None for anything else."""
     if isinstance(found.scale, ast.Constant):
         return found.scale.value
     return vars(module).get(found.path, module._parameters.get(found.path))
