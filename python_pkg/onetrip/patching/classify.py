@@ -53,8 +53,8 @@ from .scans import Scans
 
 _IN_ORDER: tuple[type[InForward], ...] = (
     *(Heads, Rotations, Activations, LayerScales, ResidualSums),
-    *(PackedSlices, PackedParts, SharedInputs, CastInputs, ScaledLogits, BiasedLogits),
-    *(SoftCaps, Adapters, FunctionalDropouts, CacheUpdates, Scans),
+    *(PackedSlices, PackedParts, SharedInputs, CastInputs, SoftCaps, ScaledLogits, BiasedLogits),
+    *(Adapters, FunctionalDropouts, CacheUpdates, Scans),
 )
 """What is fused in a forward, each with those before it fused; after attention."""
 

@@ -63,14 +63,17 @@ class Forward:
                 return None if isinstance(argument, ast.Starred) else (path, argument)
         return None
 
+    def resolved(self, function: ast.expr) -> Any:
+        """The global that a dotted name stands for; None for local names."""
+        is_local = self._locals & {each.id for each in ast.walk(function) if isinstance(each, ast.Name)}
+        return None if is_local else resolve(function, self.globals)
+
     def functional_dropout(self, expression: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr] | None:
         """(x, p, training) of a call of functional.dropout."""
         match expression:
-            case ast.Call(func=function, args=[x, *rest], keywords=keywords) if (
-                resolve(function, self.globals) is functional.dropout
-                and not any(isinstance(each, ast.Starred) for each in (x, *rest))
-                and not self._locals & {each.id for each in ast.walk(function) if isinstance(each, ast.Name)}
-            ):
+            case ast.Call(func=function, args=[x, *rest], keywords=keywords) if self.resolved(
+                function
+            ) is functional.dropout and not any(isinstance(each, ast.Starred) for each in (x, *rest)):
                 options = dict(zip(("p", "training", "inplace"), rest, strict=False)) | {
                     k.arg: k.value for k in keywords
                 }

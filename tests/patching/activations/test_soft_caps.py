@@ -49,6 +49,8 @@ LEFT = {
     "no division": "y = torch.tanh(self.dense(x) * self.cap) * self.cap; return y",
     "a sine": "y = torch.sin(self.dense(x) / self.cap) * self.cap; return y",
     "a cap that a call gives": "y = torch.tanh(self.dense(x) / float(self.cap)) * float(self.cap); return y",
+    "a local function": "tanh = torch.sin; y = tanh(self.dense(x) / self.cap) * self.cap; return y",
+    "a tensor is written to": "h = self.dense(x); y = torch.tanh(h / self.cap) * self.cap; h.mul_(2.0); return y",
     "read between": "y = self.dense(x) / self.cap; z = y.sum(); y = torch.tanh(y); y = y * self.cap; return y + z",
     "the tanh is read later": "y = torch.tanh(self.dense(x) / self.cap); z = y * self.cap; return y + z",
 }
@@ -86,7 +88,9 @@ def test_one_pass(form: str, x: Tensor) -> None:
     assert_equal(outcome(model, x), expected)
 
 
-@pytest.mark.parametrize("cap", [None, 0.0, -1.0, float("inf"), float("nan"), True, torch.tensor(0.5), 2], ids=str)
+@pytest.mark.parametrize(
+    "cap", [None, 0.0, -1.0, 1e-46, float("inf"), float("nan"), True, torch.tensor(0.5), 2], ids=str
+)
 def test_caps_of_other_kinds(cap: Any, x: Tensor) -> None:
     model = randomised(kind_of(FOUND["in a branch" if cap is None else "statements"])())
     report = patch_model(model, patterns=ONLY)
@@ -141,6 +145,30 @@ class Logits(nn.Module):
         logits = torch.tanh(logits)
         logits = logits * self.cap
         return self.loss(logits, labels), logits
+
+
+class WithoutGraph(Logits):
+    """Its head has no gradient of the loss."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        h = self.head(self.embeddings(input_ids))
+        with torch.no_grad():
+            y = torch.tanh(h / self.cap) * self.cap
+        return self.loss(y.float(), labels) + h.float().mean(), h
+
+
+def test_a_cap_without_a_graph_has_none() -> None:
+    model = WithoutGraph(flat)
+    expected = step(model)
+    patch_model(model, patterns=BOTH)
+    for ours, theirs in zip(step(model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_beside_scaled_logits() -> None:
+    model = Logits(flat)
+    report = patch_model(model)
+    assert "softcap_(" in report.diff("") and "scaled_logits_(" not in report.diff("")
 
 
 class Squares(torch.autograd.Function):

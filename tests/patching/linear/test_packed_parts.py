@@ -37,6 +37,8 @@ FOUND = {
     "unbind": "q, k, v = self.dense(x).view(*x.shape[:2], 3, 4, -1).permute(0, 2, 1, 3, 4).unbind(1)",
     "unbind by name": f"{_HEADS_LAST} p = p.permute((2, 0, 3, 1, 4)); n = 3; q, k, v = p.unbind(dim=0)",
     "unbind of a negative dimension": f"{_HEADS_LAST} q, k, v = p.permute(0, 1, 4, 3, -3).unbind(-1)",
+    "dims in a tuple": f"{_HEADS_LAST} q, k, v = p.permute((2, 0, 1, 3, 4)).unbind()",
+    "dims of a tensor": f"{_HEADS_LAST} q, k, v = p.permute(*torch.tensor([2, 0, 1, 3, 4])).unbind(0)",
     "chunk": "p = self.dense(x).view(*x.shape[:2], 4, -1).transpose(1, 2); q, k, v = p.chunk(3, dim=-1)",
     "split": "q, k, v = self.dense(x).transpose(-1, -2).split([x.shape[-1]] * 3, 1)",
     "items": f"{_HEADS_LAST} p = p.permute(2, 0, 3, 1, 4); q, k, v = p[0], p[1], p[2]",

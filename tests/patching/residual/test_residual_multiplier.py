@@ -323,6 +323,7 @@ OTHERS = {
         return h + y * self.multiplier""",
     "a function called between": "y = self.mlp(h); h = self.norm_1(h); return h + y * self.multiplier",
     "a function called first": "y = self.mlp(h); return self.norm_1(h) + y * self.multiplier",
+    "an attribute set between": "y = self.mlp(h); self.mlp.down.bias = None; return h + y * self.multiplier",
     "a factor of another kind": "y = self.mlp(h); return h + y * self.training",
     "a division": "y = self.mlp(h); return h + y / self.multiplier",
     "the result of no linear layer": "y = self.norm_1(h); return h + y * self.multiplier",

@@ -10,7 +10,6 @@ The loss of capped logits reads them before the cap (watched_logits.py): one pas
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Container
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import ops
 from .. import calls
-from ..forward import Forward, Place, places
+from ..forward import Forward, Place, places, writes_to_tensors
 from ..rewriting import InForward, Rewriting
-from ..source import is_same, resolve
+from ..source import is_same
 from ..verify import check_function, kind_of
 from ..watched_logits import WatchedLogits
 
@@ -41,7 +40,10 @@ class _Found(NamedTuple):
 
 
 def read_soft_caps(forward: Forward) -> list[_Found]:
-    """The soft caps of a forward, by a cap that no call gives."""
+    """The soft caps, by a cap that no call gives, of a forward that writes to no tensor: x is kept for backward, where
+    torch keeps the result of tanh."""
+    if writes_to_tensors(forward.tree):
+        return []
     found = []
     for place in places(forward.tree.body):
         match place.statement:
@@ -54,7 +56,7 @@ def read_soft_caps(forward: Forward) -> list[_Found]:
 def _found(forward: Forward, place: Place, node: ast.BinOp, tanh: ast.expr, cap: ast.expr) -> _Found | None:
     value, last = forward.value_of(tanh, place, place.position) or (tanh, ())
     match value:
-        case ast.Call(func=function, args=[argument], keywords=[]) if resolve(function, forward.globals) is torch.tanh:
+        case ast.Call(func=function, args=[argument], keywords=[]) if forward.resolved(function) is torch.tanh:
             position = place.position - len(last)
             divided, first = forward.value_of(argument, place, position) or (argument, ())
             match divided:
@@ -98,9 +100,13 @@ def _call(rewriting: Rewriting, found: _Found) -> ast.expr:
 
 def soft_cap(module: nn.Module, x: Any, cap: Any) -> Any:
     """torch.tanh(x / cap) * cap."""
-    is_number = type(cap) in (float, int) and 0.0 < cap < math.inf
-    is_tensor = type(x) in (Tensor, WatchedLogits) or isinstance(x, FakeTensor)
-    if not (is_number and is_tensor) or calls.is_followed() or not (calls.fits(x) and calls.is_large(x)):
+    is_watched = type(x) is WatchedLogits and torch.is_grad_enabled()
+    is_tensor = is_watched or type(x) is Tensor or isinstance(x, FakeTensor)
+    if (
+        not (is_tensor and calls.is_factor(cap) and cap > 0)
+        or calls.is_followed()
+        or not (calls.fits(x) and calls.is_large(x))
+    ):
         return torch.tanh(x / cap) * cap
     calls.count_fused(module)
-    return x.capped(cap) if isinstance(x, WatchedLogits) else ops.softcap(x, cap)
+    return x.capped(cap) if is_watched else ops.softcap(x, cap)

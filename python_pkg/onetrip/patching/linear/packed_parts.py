@@ -139,6 +139,11 @@ def parts(module: nn.Module, x: Any, n_items: int, layer: Any = None) -> Any:
     return _Parts(x, n_items)
 
 
+def _given(numbers: tuple[Any, ...]) -> Any:
+    """Given one by one, or as a sequence."""
+    return numbers[0] if len(numbers) == 1 and isinstance(numbers[0], (tuple, list)) else numbers
+
+
 class _Parts:
     """The parts of a tensor after its dimensions have moved."""
 
@@ -150,7 +155,7 @@ class _Parts:
         self.items: list[Tensor] = []
 
     def permute(self, *dims: Any) -> _Parts:
-        self.order = [self.order[dim] for dim in (dims if isinstance(dims[0], int) else dims[0])]
+        self.order = [self.order[dim] for dim in _given(dims)]
         return self
 
     def transpose(self, one: int, other: int) -> _Parts:
@@ -159,7 +164,7 @@ class _Parts:
 
     def reshape(self, *shape: Any) -> Any:
         """As long as each part of the first dimension becomes one of the new tensor."""
-        sizes = shape if isinstance(shape[0], int) else shape[0]
+        sizes = _given(shape)
         if sizes[0] != self.x.shape[self.order[0]]:
             return self.x.permute(self.order).reshape(sizes)
         self.shape = sizes

@@ -173,14 +173,17 @@ def read_scales(forward: Forward) -> list[FoundScale]:
 
 
 def _runs_at_once(operand: Operand, expression: ast.expr, place: Place) -> bool:
-    """Whether nothing but the operand's dropout is called between the child and the product: it might write to what the
-    linear layer reads, which also stays in memory until then."""
+    """Whether nothing but the operand's dropout is called between the child and the product, and no attribute set: it
+    might change what the linear layer reads, which also stays in memory until then."""
     assert operand.call is not None
     start = operand.call.end_lineno or 0, operand.call.end_col_offset or 0
+    end = expression.lineno, expression.col_offset
     between = (each for each in place.block[: place.position + 1] if each not in operand.statements)
-    nodes = (node for each in between for node in ast.walk(each) if isinstance(node, ast.Call))
     return not any(
-        start <= (node.lineno, node.col_offset) < (expression.lineno, expression.col_offset) for node in nodes
+        start <= (node.lineno, node.col_offset) < end
+        for each in between
+        for node in ast.walk(each)
+        if isinstance(node, ast.Call) or (isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load))
     )
 
 
