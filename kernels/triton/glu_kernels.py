@@ -3,8 +3,8 @@
 Matrices are [n_rows, n_cols], read and written by their row strides, last stride 1: halves of a packed tensor are
 matrices of twice the stride. INTERLEAVED: gate and dgate are [n_rows, 2 * n_cols], up and dup in their odd columns, and
 up_ptr and dup_ptr are None. Values are float32 between load and store. ACTIVATION: an index into reference.glu's
-KERNEL_ACTIVATIONS. Where an input or output is None, its part of a kernel is not compiled. Random numbers: see philox.py;
-PHILOX_COLS = 0 draws none.
+KERNEL_ACTIVATIONS. Where an input or output is None, its part of a kernel is not compiled. Random numbers: see
+philox.py; PHILOX_COLS = 0 draws none.
 """
 
 from __future__ import annotations
