@@ -3,9 +3,9 @@
     qkv = self.qkv(x).reshape(n, 3, n_heads, -1)
     q, k, v = qkv.permute(1, 0, 2, 3).unbind(0)    ->    q, k, v = parts_(self, qkv, 0).permute(1, 0, 2, 3).unbind(0)
 
-which is qkv.unbind(1): the same views. Of parts of a permuted tensor, autograd writes the gradients in its order, and
-copies them into that of the projection (Qwen2-VL; GPT-NeoX splits what it has transposed; SAM permutes, reshapes and
-unbinds). Of `qkv[0], qkv[1], qkv[2]` it writes a whole gradient each, and adds them up (BLIP-2).
+which is qkv.unbind(1): the same views. Autograd writes the gradients of a permuted tensor's parts in its order, then
+copies them into the projection's (Qwen2-VL; GPT-NeoX splits what it has transposed; SAM permutes, reshapes and
+unbinds). For items, `qkv[0], qkv[1], qkv[2]`, it writes a whole gradient each, and adds them up (BLIP-2).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Found(NamedTuple):
     n_items: int = 0
     """How many items, `p[0], p[1], ...`, the statement takes; 0 where unbind, chunk or split takes the parts."""
     path: str = ""
-    """Of the layer whose result x is, where items are taken."""
+    """The layer whose result x is, where items are taken."""
 
 
 def read_packed_parts(forward: Forward) -> list[_Found]:

@@ -217,8 +217,10 @@ class SharedInput:
 
     def scaled(self, module: nn.Module, dense: Any, factor: Any, x: Tensor) -> Any:
         """dense(x) * factor."""
-        # Of others torch adds the bias after the product is rounded.
-        if not (_is_fusable(dense, x) and x.is_contiguous() and calls.scales_exactly(factor, dense, x)):
+        if not _is_fusable(dense, x):
+            return dense(x) * factor
+        # Where x is not contiguous, torch rounds the product before it adds the bias.
+        if not x.is_contiguous() or not calls.scales_exactly(factor, dense, x):
             return self(module, dense, x) * factor
         calls.count_fused(module)
         y, self.tensor = _read(module, x, dense.weight, dense.bias, scale=float(factor))
