@@ -46,12 +46,8 @@ _COMPILE = (
 )
 _GLU = ("ops/glu/test_glu.py", "ops/glu/test_glu_clamped.py", "ops/glu/test_glu_dropout.py")
 _MODELS = (
-    *(
-        "patching/test_models_gpu.py",
-        "patching/linear/test_readers_autocast.py",
-        "patching/linear/test_shared_factors.py",
-    ),
-    "patching/attention/test_one_mask.py",
+    *("patching/test_models_gpu.py", "patching/attention/test_one_mask.py"),
+    *("patching/linear/test_readers_autocast.py", "patching/linear/test_shared_factors.py"),
 )
 _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (

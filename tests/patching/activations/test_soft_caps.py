@@ -165,6 +165,30 @@ def test_a_cap_without_a_graph_has_none() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+class Overwriting(Logits):
+    """Its child writes to the logits that were capped."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(loss)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        h = self.head(self.embeddings(input_ids))
+        y = torch.tanh(h / self.cap) * self.cap
+        return self.loss(y, self.act(h), labels)
+
+
+def test_logits_that_change_after_their_cap() -> None:
+    """The loss reads the capped values; the cap's backward finds out."""
+    model = Overwriting(lambda y, h, labels: flat(y, labels))
+    expected = model(IDS, labels=LABELS)
+    patch_model(model, patterns=BOTH)
+    loss = model(IDS, labels=LABELS)
+    torch.testing.assert_close(loss, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_beside_scaled_logits() -> None:
     model = Logits(flat)
     report = patch_model(model)
