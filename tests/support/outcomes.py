@@ -93,6 +93,23 @@ def assert_compiles(model: nn.Module, *given: Any, compute: Callable[..., Any] =
     assert_agree(compute(torch.compile(model, backend="aot_eager", fullgraph=True), *given), expected)
 
 
+def assert_follows_transforms(model: nn.Module, x: Tensor, **options: Any) -> None:
+    """The model, patched, has the values that it has unpatched under vmap of grad, and under torch.jit.trace."""
+
+    def loss(parameters: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x[None],)).square().sum()
+
+    def gradients() -> Any:
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+
+    expected = gradients()
+    patch_model(model, **options)
+    assert_equal(gradients(), expected)
+    traced: Any = torch.jit.trace(model, x)
+    assert torch.equal(traced(2 * x), model(2 * x))
+
+
 def assert_obeys(change: Callable[[Any], Any], model: Any, *given: Any, compute: Any = outcome, **options: Any) -> Any:
     """After a change the patched model computes what the unpatched one does after it. Returns the report."""
     model, original, report = patched_pair(model, **options)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from onetrip import anatomy
 from onetrip.measure.traffic import traffic
-from onetrip.patching import PATTERNS, patch_model, patched, unpatch_model
+from onetrip.patching import PATTERNS, calls, patch_model, patched, unpatch_model
 from onetrip.patching.linear import biased_logits
 from onetrip.patching.linear_loss import DeferredLogits
 from outcomes import assert_agree, assert_compiles, assert_equal, assert_obeys, loss_outcome, outcome, patch_and_compare
@@ -218,8 +218,9 @@ def test_fake_tensors() -> None:
     assert y.shape == (2, 5, N_CLASSES) and report.calls() == {"": (1, 0)}
 
 
-def test_verification_calls_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(biased_logits, "biased_logits", lambda module, head, x, bias, total: head(x))
+def test_verification_adds_the_bias_in_small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "SMALLEST", 2**18)
+    monkeypatch.setattr(biased_logits, "_biased", lambda head, x, bias: head(x))
     report = patch_model(Moved(), patterns=PATTERN)
     assert [site.reason for site in report.skipped] == ["verify_failed"]
 

@@ -11,7 +11,14 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import calls, patch_model, unpatch_model
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.linear.packed_parts import _Parts, parts, read_packed_parts
-from outcomes import assert_compiles, assert_equal, outcome, parameter_gradients, patch_and_compare
+from outcomes import (
+    assert_compiles,
+    assert_equal,
+    assert_follows_transforms,
+    outcome,
+    parameter_gradients,
+    patch_and_compare,
+)
 from patching_cases import WIDTH, randomised, token_ids, written
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -207,20 +214,7 @@ def test_compiled(form: str, x: Tensor) -> None:
 
 @pytest.mark.parametrize("form", ["items", "unbind"])
 def test_transforms_and_traces(form: str, x: Tensor) -> None:
-    model = randomised(kind_of(FOUND[form])())
-
-    def loss(parameters: Any, x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, parameters, (x[None],)).square().sum()
-
-    def gradients() -> Any:
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
-
-    expected = gradients()
-    patched(model)
-    assert_equal(gradients(), expected)
-    traced: Any = torch.jit.trace(model, x)
-    assert torch.equal(traced(2 * x), model(2 * x))
+    assert_follows_transforms(randomised(kind_of(FOUND[form])()), x, patterns=("packed_slices",))
 
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -10,7 +10,14 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.linear.packed_slices import packed_slices, read_packed_slices
-from outcomes import assert_compiles, assert_equal, outcome, parameter_gradients, patch_and_compare
+from outcomes import (
+    assert_compiles,
+    assert_equal,
+    assert_follows_transforms,
+    outcome,
+    parameter_gradients,
+    patch_and_compare,
+)
 from patching_cases import COMMON, WIDTH, randomised, tiny_model, token_ids, written
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -222,20 +229,7 @@ def test_compiled(x: Tensor) -> None:
 
 
 def test_transforms_and_traces(x: Tensor) -> None:
-    model = randomised(Three())
-
-    def loss(parameters: Any, x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, parameters, (x,)).square().sum()
-
-    def gradients() -> Any:
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
-
-    expected = gradients()
-    patched(model)
-    assert_equal(gradients(), expected)
-    traced: Any = torch.jit.trace(model, x)
-    assert torch.equal(traced(2 * x), model(2 * x))
+    assert_follows_transforms(randomised(Three()), x, patterns=("packed_slices",))
 
 
 def test_phi3() -> None:

@@ -23,7 +23,7 @@ from outcomes import (
     parameter_gradients,
     penalty_gradients,
 )
-from patching_cases import WIDTH, checkpointed, randomised, written
+from patching_cases import WIDTH, checkpointed, randomised, tiny_model, written
 from torch import Tensor, nn
 
 ONLY = ("layer_scale",)
@@ -358,13 +358,8 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("patterns", [ONLY, None], ids=["alone", "beside others"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name: str, patterns: Any) -> None:
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     sizes, n_products = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **MORE, **sizes)
-    original = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    original = tiny_model(f"{name}ForCausalLM", {**SIZES, **MORE, **sizes}).train()
     model = copy.deepcopy(original)
     report = patch_model(model, **({} if patterns is None else {"patterns": patterns}))
     ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(0))

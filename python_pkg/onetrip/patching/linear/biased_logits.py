@@ -100,7 +100,7 @@ class BiasedLogits(InForward):
         bias = torch.linspace(-1, 1, 11, device=device, dtype=dtype)[None]
 
         def fused(x: Tensor) -> Tensor:
-            return biased_logits(module, head, x, bias, add)
+            return _biased(head, x, bias)
 
         def unfused(x: Tensor) -> Tensor:
             return head(x) + bias
@@ -124,6 +124,10 @@ def biased_logits(module: nn.Module, head: Any, x: Any, bias: Any, total: Callab
     if not _is_bias(head, x, bias):
         return total(head(x), bias)
     calls.count_fused(module)
+    return _biased(head, x, bias)
+
+
+def _biased(head: Any, x: Tensor, bias: Tensor) -> Any:
     bias = bias.reshape(-1)
     return head(x, bias) if is_patched(head) else functional.linear(x, head.weight, bias)
 
