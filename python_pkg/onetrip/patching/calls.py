@@ -253,7 +253,7 @@ def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """
     cls = original_class(type(dense))
     is_known = (cls is nn.Linear or is_transposed(cls)) and is_plain(dense, cls)
-    if not is_known or hasattr(type(dense.weight), "__tensor_flatten__"):
+    if not is_known or hasattr(type(dense.weight), "__tensor_flatten__") or x.is_nested:
         return dense(x), None
     product = functional.linear(x, dense.weight) if cls is nn.Linear else x @ dense.weight
     bias = dense.bias
@@ -275,11 +275,6 @@ def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
     if is_plain_dropout(dropout):
         return Branch(x, bias, float(dropout.p) if dropout.training else 0.0)
     return Branch(dropout(x if bias is None else x + bias), None, 0.0)
-
-
-def dropped_linear(dropout: Any, dense: Any, x: Tensor) -> Branch:
-    """dense(x) with its bias and the dropout still to be done."""
-    return dropped(dropout, *linear_parts(dense, x))
 
 
 def undropped(x: Any) -> tuple[Any, Tensor | None]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from onetrip import anatomy
 from onetrip.ops import row_norm_autograd
-from onetrip.patching import patch_model, unpatch_model
+from onetrip.patching import patch_model, patched, unpatch_model
 from outcomes import Outcome, assert_agree, parameter_gradients
 from patching_cases import (
     TAIL_DROPOUT,
@@ -20,12 +22,14 @@ from patching_cases import (
     Projections,
     TailWithoutNorm,
     assert_as_without,
+    build,
     inputs,
     randomised,
     step,
     without_sharing,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -222,3 +226,33 @@ def test_under_autocast_a_gradient_is_not_differentiated_again() -> None:
         y = layer(2.0 * x.requires_grad_())
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+
+
+class WeightCasts(Casts):
+    """Counts casts of matrices to float32: those of the gradients of weights."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        self.n += func is torch.ops.aten._to_copy.default and y.dim() == 2 and y.dtype == torch.float32
+        return y
+
+
+@pytest.mark.parametrize("name", ["bert", "bart"])
+def test_on_a_gpu_products_leave_gradients_of_weights_in_float32(name: str) -> None:
+    """Where a sum or an activation adds the layer's bias, and of tied output layers, in a step that is only counted."""
+    mode = FakeTensorMode()
+    model = anatomy.fake_copy(build(name), mode, torch.float32).train()
+    make_batch, sgd = partial(anatomy.make_batch, model, 2, 8), anatomy.OPTIMIZERS["sgd"]
+
+    def n_casts(device_type: str) -> int:
+        @contextmanager
+        def counted() -> Iterator[None]:
+            with patched(model, verify=False), casts:
+                yield
+
+        casts = WeightCasts()
+        how: dict[str, Any] = {"device_type": device_type, "autocast": torch.bfloat16}
+        anatomy.predict(model, make_batch, sgd, mode, peak_only=True, context=counted, **how)
+        return casts.n
+
+    assert n_casts("cuda") == 0 < n_casts("cpu")

@@ -17,9 +17,9 @@ from .tracing import have_storage, watched_as
 _IN_TORCH = hasattr(torch.ops.aten.addmm, "dtype_out") and hasattr(torch.ops.aten.mm, "dtype")
 
 
-def widens(a: Tensor, dtype: torch.dtype) -> bool:
-    """Whether one operator multiplies a into dtype."""
-    is_half_on_gpu = a.dtype in HALF and (a.is_cuda or watched_as() == "cuda")
+def widens(a: Tensor, dtype: torch.dtype, half: torch.dtype | None = None) -> bool:
+    """Whether one operator multiplies a, or a cast to half, into dtype."""
+    is_half_on_gpu = (a.dtype if half is None else half) in HALF and (a.is_cuda or watched_as() == "cuda")
     return is_half_on_gpu and dtype == torch.float32 and _IN_TORCH and have_storage(a)
 
 

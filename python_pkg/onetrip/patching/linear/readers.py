@@ -9,7 +9,8 @@ returns the sum, the others return None. Which readers have the same tensor is f
 
 Under autocast the layers read one cast of x. Their sum is float32 where it begins with the residual's gradient, to
 which a GPU's products add as they are. Else it is half precision; if x is the result of a norm, the norm's backward
-reads it so, without a cast.
+reads it so, without a cast. On a GPU a product leaves the gradient of a float32 weight in float32: layers whose input
+nothing else reads are called here for that, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
@@ -253,18 +255,39 @@ def _redrawing(dropout: Any, x: Any) -> Dropout | None:
     return partial(bias_dropout_residual, dropout_p=float(dropout.p), rng=rng)
 
 
-def linear_parts(module: nn.Module, dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """calls.linear_parts, where a residual sum may read x afterwards: found out by the first call.
+def linear_parts(dense: Any, x: Tensor, parent: nn.Module | None = None) -> tuple[Tensor, Tensor | None]:
+    """calls.linear_parts. parent: a module in which a residual sum may read x afterwards, found out by the first call.
 
     Under hooks on saved tensors it may not. A checkpoint must save the same when it runs again.
     """
-    if not _is_fusable(dense, x) or calls.has_saved_tensor_hooks():
+    if not _is_fusable(dense, x):
         return calls.linear_parts(dense, x)
-    if module not in _before_sums:
-        reads[id(x)] = _Read(calls.forgetting(x, reads), _state(x), None, weakref.ref(module))
-        return calls.linear_parts(dense, x)
-    product, _ = _read(module, x, dense.weight, None)
+    if not _widens_gradient(x, dense.weight):
+        if parent is None or calls.has_saved_tensor_hooks():
+            return calls.linear_parts(dense, x)
+        if parent not in _before_sums:
+            reads[id(x)] = _Read(calls.forgetting(x, reads), _state(x), None, weakref.ref(parent))
+            return calls.linear_parts(dense, x)
+    product, _ = _read(parent or dense, x, dense.weight, None)
     return product, None if dense.bias is None else dense.bias.to(product.dtype)
+
+
+def dropped_linear(dropout: Any, dense: Any, x: Tensor) -> calls.Branch:
+    """dense(x) with its bias and the dropout still to be done."""
+    return calls.dropped(dropout, *linear_parts(dense, x))
+
+
+def multiplied(dense: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """nn.Linear.forward of dense, by this weight and bias."""
+    if not _is_fusable(dense, x) or not _widens_gradient(x, weight):
+        return functional.linear(x, weight, bias)
+    return _read(dense, x, weight, bias)[0]
+
+
+def _widens_gradient(x: Tensor, weight: Tensor) -> bool:
+    """Whether autocast's product of x has a gradient of the weight that need not be cast to the weight's dtype."""
+    half = calls.autocast_dtype(x)
+    return half is not None and weight.requires_grad and widens(x, weight.dtype, half)
 
 
 def read_as_residual(x: Tensor, result: Tensor) -> None:

@@ -23,6 +23,7 @@ from ..classes import Rewrite, plain_forward
 from ..report import Unsuitable
 from ..source import bare, parse
 from ..verify import check_function, kind_of
+from .readers import multiplied
 
 PATTERN = "tied_embedding"
 
@@ -151,7 +152,7 @@ def weight_of(head: Any) -> Tensor:
 
 def linear(head: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """nn.Linear.forward. bias: added by the product of a layer that has none (biased_logits.py)."""
-    return functional.linear(x, weight_of(head), head.bias if bias is None else bias)
+    return multiplied(head, x, weight_of(head), head.bias if bias is None else bias)
 
 
 def tied_modules(model: nn.Module) -> frozenset[int]:

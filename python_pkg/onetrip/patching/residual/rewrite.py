@@ -6,7 +6,8 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..calls import Branch, dropped, dropped_linear, linear_parts, undropped
+from ..calls import Branch, dropped, undropped
+from ..linear.readers import dropped_linear, linear_parts
 from ..links import Sum
 from ..rewriting import Rewriting
 from .read import Operand
