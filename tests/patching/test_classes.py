@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -373,13 +374,37 @@ class InALibrary(OfALibrary):
     """Adds nothing."""
 
 
-@pytest.mark.parametrize("make", [Final, InALibrary])
-def test_subclass_hooks_of_users_do_not_see_patched_classes(make: type[nn.Module], x: Tensor) -> None:
+class Registry(type):
+    """Classes have names, which must differ."""
+
+    def __new__(mcs, name: str, bases: Any, namespace: Any, *, label: str) -> Any:
+        return super().__new__(mcs, name, bases, namespace)
+
+    def __init__(cls, name: str, bases: Any, namespace: Any, *, label: str) -> None:
+        super().__init__(name, bases, namespace)
+        Registered.known[label] = cls
+
+
+class AbstractRegistry(Registry, ABCMeta):
+    """Of classes that isinstance asks."""
+
+
+class OfAMetaclass(Tail, metaclass=Registry, label="one"):
+    pass
+
+
+class OfAnAbstractMetaclass(Tail, metaclass=AbstractRegistry, label="another"):
+    pass
+
+
+@pytest.mark.parametrize("make", [Final, InALibrary, OfAMetaclass, OfAnAbstractMetaclass])
+def test_subclass_hooks_and_metaclasses_of_users_do_not_see_patched_classes(make: type[nn.Module], x: Tensor) -> None:
     before, model = dict(Registered.known), make().eval()
     expected = model(x, x)
     assert "" in {site.name for site in patch_model(model).patched}
     torch.testing.assert_close(model(x, x), expected)
     assert Registered.known == before and type(model).__bases__ == (make,)
+    assert type(type(model)) is type(make) and isinstance(model, make) and issubclass(type(model), make)
     is_checkpointed = "forward_with_checkpointing" in type(model).forward.__code__.co_name
     assert is_checkpointed == issubclass(make, GradientCheckpointingLayer)
 

@@ -165,9 +165,13 @@ class ShapedNorm(nn.Module):
         vars(self).update(state)
 
     def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "seen"):
-            self.seen[0].append(x.shape)
         return F.rms_norm(x, self.dim, self.weight, 1e-6)
+
+
+class SeeingNorm(ShapedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[0].append(x.shape)
+        return super().forward(x)
 
 
 def test_a_norm_with_a_shape_among_its_attributes() -> None:
@@ -177,5 +181,5 @@ def test_a_norm_with_a_shape_among_its_attributes() -> None:
 
 @pytest.mark.parametrize("seen", [Seen([], N), ([], N)], ids=["named tuple", "tuple"])
 def test_a_list_in_a_tuple_is_not_changed_by_probes(seen: Any) -> None:
-    (site,) = patch_model(nn.Sequential(ShapedNorm(seen=seen))).skipped
+    (site,) = patch_model(nn.Sequential(SeeingNorm(seen=seen))).skipped
     assert site.detail == "its forward changes the module" and seen[0] == []

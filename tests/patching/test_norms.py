@@ -186,6 +186,9 @@ class CountingNorm(Norm):
         return self.gain * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
 
 
+SEEN: list[int] = []
+
+
 class ChannelsFirst(nn.LayerNorm):
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h.transpose(-1, -2)).transpose(-1, -2)
@@ -234,6 +237,8 @@ def kernelized() -> nn.Module:
 
 
 OF_CHANNELS = "unsupported_shape: normalises dimension 1 (channels first); the operators, the last"
+HAS_EFFECTS = "unknown_forward: its forward does more than to compute its result"
+GUARDS = "unknown_forward: its forward replaces or refuses Inf or NaN"
 SCALED = "return self.gain * h * torch.rsqrt"
 NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gated-first": (GatedNorm, "extra_forward_args"),
@@ -263,6 +268,11 @@ NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: leaf(f"z = h; h = self.gain * h * {ROOT}; return h * 2 if self.training else h"), "unknown_forward"
     ),
     "counts-its-calls": (CountingNorm, "unknown_forward"),
+    "logs-its-calls": (lambda: leaf(f"z = h; SEEN.append(1); return self.gain * h * {ROOT}"), HAS_EFFECTS),
+    "counts-outside": (lambda: leaf(f"z = h; SEEN[:] = [1]; return self.gain * h * {ROOT}"), HAS_EFFECTS),
+    "without-nan": (lambda: leaf(f"z = h = torch.nan_to_num(h); return self.gain * h * {ROOT}"), GUARDS),
+    "without-nan-after": (lambda: leaf(f"z = h; return torch.nan_to_num(self.gain * h * {ROOT})"), GUARDS),
+    "refuses-inf": (lambda: leaf(f"assert h.isfinite().all(); z = h; return self.gain * h * {ROOT}"), GUARDS),
     "channels-first": (lambda: ChannelsFirst(WIDTH), "unsupported_shape"),
     "channels-first-images": (lambda: ConvNextLike("channels_first"), OF_CHANNELS),
     "permutes-four-dimensions": (lambda: PermutesFourDimensions(WIDTH), OF_CHANNELS),

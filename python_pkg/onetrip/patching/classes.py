@@ -12,6 +12,7 @@ import copy
 import copyreg
 import difflib
 import inspect
+from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -241,7 +242,10 @@ def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[...
             "cannot compile fused forwards: call onetrip.unpatch_model(model) first, or use torch.jit.trace"
         )
 
-    cls: type = type(original)(
+    # A metaclass of the user's may enter the class in a registry, or raise: its __new__ and __init__ do not run.
+    kind = type(original)
+    cls: Any = (ABCMeta if issubclass(kind, ABCMeta) else type).__new__(
+        kind,
         original.__name__,
         (_Unnoticed, original),
         {
@@ -262,7 +266,7 @@ def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[...
         hook.__func__(cls)
     # By type: where an instance is asked, PEFT's wrappers pass the question on to the model in them.
     copy._deepcopy_dispatch[cls] = deep_copy  # type: ignore[attr-defined]
-    cls._onetrip_class = cls  # type: ignore[attr-defined]  # distinguishes cls from classes that inherit from it
+    cls._onetrip_class = cls  # distinguishes cls from classes that inherit from it
     return cls
 
 

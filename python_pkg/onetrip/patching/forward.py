@@ -27,6 +27,10 @@ def read_forward(function: Any, source: str = "", method: str = "forward") -> Fo
         return tree
     if not tree.args.args:
         return Unsuitable("unknown_forward", "has no parameters")
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="locals" | "vars" | "dir" | "eval" | "exec" as name)):
+                return Unsuitable("unknown_forward", f"calls {name}(), which sees its local names")
     return Forward(function, tree, method)
 
 

@@ -362,6 +362,7 @@ def _is_operand(x: Any) -> bool:
         and x.is_floating_point()
         and not x.is_meta  # torch has no autocast of meta, and raises when asked
         and x.dim() > 1
+        and not x.is_nested
         and (type(x) is Tensor or not calls.is_distributed(x))
     )
 

@@ -11,6 +11,7 @@ A norm with a second argument may be norm(x) * silu(gate), as Qwen3-Next's: two 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -30,6 +31,7 @@ from .clones import clone, is_same, own_copy, own_state
 from .half_results import half_result
 from .links import linked_result
 from .report import Unsuitable
+from .source import has_effects
 from .verify import check_autocast, check_function, drawn, kind_of, reject_fallback, undisturbed
 
 KERNEL_DEVICES = ("cpu", "cuda")
@@ -323,6 +325,10 @@ class _Prober:
         spec = self._formula(self.x)
         if not self.stateless:
             return Unsuitable("unknown_forward", "its forward changes the module")
+        if spec is not None and has_effects(self.cls.forward):
+            return Unsuitable("unknown_forward", "its forward does more than to compute its result")
+        if spec is not None and not self._passes_on(math.inf, math.nan):
+            return Unsuitable("unknown_forward", "its forward replaces or refuses Inf or NaN")
         if spec is not None and all(self._agrees(spec, x) for x in self.higher):
             return self._with_autocast(self._with_casts(spec))
         if any(self._formula(x.movedim(-1, 1), dim=1) is not None for x in self.higher):
@@ -330,6 +336,13 @@ class _Prober:
         if spec is not None:
             return Unsuitable("unknown_forward", "a norm of inputs with 2 dimensions, but not of those with more")
         return None
+
+    def _passes_on(self, *values: float) -> bool:
+        """Whether a row's result is not finite where it has such a value."""
+        x = self.x[: len(values)].clone()
+        x[:, 0] = torch.tensor(values, dtype=x.dtype)
+        y = self.original(torch.float32, torch.float32, x=x)
+        return y is not None and not y.isfinite().all(-1).any()
 
     def _agrees(self, spec: NormSpec, x: Tensor) -> bool:
         y = self.original(torch.float32, torch.float32, x=x)

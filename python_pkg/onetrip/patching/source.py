@@ -214,6 +214,19 @@ def is_pure(function: Any, callers: tuple[Any, ...] = ()) -> bool:
     )
 
 
+def has_effects(function: Any) -> bool:
+    """Whether its source shows that a function does more than to compute: calls whose results nothing reads (a log),
+    values given to attributes and items (a counter)."""
+    tree = parse(function)
+    for node in () if isinstance(tree, Unsuitable) else ast.walk(tree):
+        match node:
+            case ast.Expr(value=value) if not isinstance(value, ast.Constant):
+                return True
+            case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+                return True
+    return False
+
+
 def _is_name(target: ast.expr) -> bool:
     return isinstance(target, ast.Name) or (isinstance(target, ast.Tuple) and all(map(_is_name, target.elts)))
 

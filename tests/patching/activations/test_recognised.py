@@ -26,6 +26,15 @@ def with_another_last_place(x: Tensor) -> Tensor:
     return torch.cat([y[..., :-1], y[..., -1:] * (x.dim() < 3)], -1)
 
 
+SEEN: list[int] = []
+
+
+class Logs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(x.dim())
+        return functional.silu(x)
+
+
 class OnlyInTraining(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.silu(x) if self.training else functional.relu(x)
@@ -36,6 +45,8 @@ OTHERS = {
     "bounded": Computes(lambda x: functional.silu(x.clamp(-100.0, 100.0))),
     "another value in the last place": Computes(with_another_last_place),
     "only in training": OnlyInTraining(),
+    "without NaN": Computes(lambda x: torch.nan_to_num(functional.silu(x))),
+    "logs its calls": Logs(),
     "in place": nn.ReLU(inplace=True),
     "writes zeros over its input, of which any activation is 0": nn.Dropout(1.0, inplace=True),
 }

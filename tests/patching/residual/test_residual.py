@@ -303,6 +303,11 @@ OTHERS = {
         h = self.proj(a)
         c = a + h
         return self.post(c) * branch()""",
+    "reads names by locals": """
+        h = self.drop(self.proj(a))
+        c = a + h
+        return self.post(c) * locals()["h"]""",
+    "reads names by eval": "h = self.proj(a); c = a + h; return self.post(c) * eval('h * 2')",
     "writes before the branch is read": """
         a = a * 1.0
         h = self.proj(a)
@@ -313,6 +318,16 @@ OTHERS = {
         c = functional.relu(h, inplace=True)
         return self.post(h) * c""",
 }
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_added_and_normed_by_torch(layout: torch.layout) -> None:
+    block, original, report = patched_pair(randomised(block_of("return self.post(a + self.proj(a))")()))
+    assert report.patched[0].name == ""
+    nested = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=layout)
+    found, expected = (torch.cat(each(nested, nested).unbind()) for each in (block, original))
+    torch.testing.assert_close(found, expected)
+    assert report.calls()[""] == (0, 1)
 
 
 @pytest.mark.parametrize(

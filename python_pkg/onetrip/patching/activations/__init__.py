@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,7 @@ from ..calls import Configuration, configuration, original_class
 from ..clones import clone
 from ..forward import child_at, has_bias_at
 from ..rewriting import InForward, Rewriting
-from ..source import is_pure, resolve
+from ..source import has_effects, is_pure, resolve
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
 from .fused import FORMULAS, Activated, Gated, is_alpha, is_limit
 from .read import Bounds, Dropped, FoundActivation, bounds_itself, read_activations
@@ -77,7 +78,7 @@ def recognise_activation(act: Any) -> Activation | None:
     if isinstance(act, FunctionType):
         if len(inspect.signature(act).parameters) != 1 or not is_pure(act):
             return None
-    elif act._modules or act._parameters or act._buffers or "forward" in vars(act):
+    elif act._modules or act._parameters or act._buffers or "forward" in vars(act) or has_effects(type(act).forward):
         return None
     large = (1e-4, 60.0, 200.0, 1e4)  # the last two where bounds of the input show
     numbers = [*(k / 16 for k in range(-190, 191)), *large, *(-x for x in large), 0.5]
@@ -89,9 +90,10 @@ def recognise_activation(act: Any) -> Activation | None:
             flat = _copied(act, True)(given)
             with counter:
                 mixed = _copied(act, False)(shuffled)
+            passes_nan = _copied(act, True)(torch.full((2,), math.nan, dtype=values.dtype, device="cpu")).isnan().all()
     except Exception:  # no function of one tensor
         return None
-    if not torch.equal(given, values):  # in place: others may read what it writes
+    if not torch.equal(given, values) or not passes_nan:  # in place: others may read what it writes
         return None
     if not all(isinstance(y, Tensor) and y.numel() == values.numel() for y in (flat, mixed)):
         return None
