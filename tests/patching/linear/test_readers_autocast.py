@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from onetrip import anatomy
+from onetrip.measure import saved_tensors
 from onetrip.ops import row_norm_autograd
 from onetrip.patching import patch_model, patched, unpatch_model
+from onetrip.patching.linear import readers
 from outcomes import Outcome, assert_agree, parameter_gradients
 from patching_cases import (
     TAIL_DROPOUT,
@@ -20,6 +22,7 @@ from patching_cases import (
     BackwardInBackward,
     Layer,
     Projections,
+    Tail,
     TailWithoutNorm,
     assert_as_without,
     build,
@@ -256,3 +259,34 @@ def test_on_a_gpu_products_leave_gradients_of_weights_in_float32(name: str) -> N
         return casts.n
 
     assert n_casts("cuda") == 0 < n_casts("cpu")
+
+
+class Repeated(nn.Module):
+    """As ALBERT: one layer, several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = Tail()
+
+    def forward(self, h: Tensor) -> Tensor:
+        for _ in range(3):
+            h = self.tail(h, h)
+        return h
+
+
+def test_a_layer_that_runs_several_times_keeps_one_cast_of_its_weight(x: Tensor, monkeypatch: Any) -> None:
+    """From the second step on; as on a GPU, whose products a CPU does in two passes."""
+    monkeypatch.setattr(readers, "widens", lambda a, dtype, half=None: (half or a.dtype) != dtype)
+    original = randomised(Repeated()).train()
+    model = copy.deepcopy(original)
+    patch_model(model)
+
+    def n_casts(each: nn.Module) -> int:
+        with torch.autocast("cpu", torch.bfloat16):
+            _, saved = saved_tensors(lambda: each(2.0 * x.requires_grad_()))
+        weights = [each.tensor for each in saved if each.tensor.shape[-2:] == (WIDTH, WIDTH)]
+        return len({each.untyped_storage()._cdata for each in weights if each.dtype == torch.bfloat16})
+
+    with torch.autocast("cpu", torch.bfloat16):
+        model(2.0 * x.requires_grad_())
+    assert n_casts(model) == n_casts(original) == 1

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
@@ -124,7 +125,9 @@ class _Linear(torch.autograd.Function):
         cast = x if cast is None else cast
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.has_cast = weight.dtype, not x.dtype == weight.dtype == cast.dtype
-        weight = weight.to(cast.dtype)
+        if weight.dtype != cast.dtype:
+            whole, weight = weight, weight.to(cast.dtype)
+            _casts[whole] = weakref.ref(weight)
         ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
         ctx.shape, ctx.readers, ctx.dropout, ctx.scale = x.shape, readers, dropout, scale
         readers.nodes.append(weakref.ref(ctx))
@@ -262,7 +265,7 @@ def linear_parts(dense: Any, x: Tensor, parent: nn.Module | None = None) -> tupl
     """
     if not _is_fusable(dense, x):
         return calls.linear_parts(dense, x)
-    if not _widens_gradient(x, dense.weight):
+    if not _widens_gradient(dense, x, dense.weight):
         if parent is None or calls.has_saved_tensor_hooks():
             return calls.linear_parts(dense, x)
         if parent not in _before_sums:
@@ -279,15 +282,28 @@ def dropped_linear(dropout: Any, dense: Any, x: Tensor) -> calls.Branch:
 
 def multiplied(dense: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """nn.Linear.forward of dense, by this weight and bias."""
-    if not _is_fusable(dense, x) or not _widens_gradient(x, weight):
+    if not _is_fusable(dense, x) or not _widens_gradient(dense, x, weight):
         return functional.linear(x, weight, bias)
     return _read(dense, x, weight, bias)[0]
 
 
-def _widens_gradient(x: Tensor, weight: Tensor) -> bool:
-    """Whether autocast's product of x has a gradient of the weight that need not be cast to the weight's dtype."""
+_casts: Any = WeakIdKeyDictionary()
+"""Weight -> (weak reference to) its last cast."""
+
+_repeated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Layers that have run several times in one graph, as ALBERT's do: autocast keeps one cast of their weights."""
+
+
+def _widens_gradient(dense: nn.Module, x: Tensor, weight: Tensor) -> bool:
+    """Whether autocast's product of x has a gradient of the weight that need not be cast to the weight's dtype, at the
+    price of a cast of the weight, which a layer that runs only once has in any case."""
     half = calls.autocast_dtype(x)
-    return half is not None and weight.requires_grad and widens(x, weight.dtype, half)
+    if half is None or dense in _repeated or not weight.requires_grad or not widens(x, weight.dtype, half):
+        return False
+    if weight in _casts and _casts[weight]() is not None:
+        _repeated.add(dense)
+        return False
+    return True
 
 
 def read_as_residual(x: Tensor, result: Tensor) -> None:
