@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -30,6 +29,7 @@ from ..ops.common.backends import KERNEL_DTYPES
 from . import calls
 from .calls import is_plain, original_class
 from .classes import Rewrite, plain_forward
+from .linear.biased_logits import is_exact
 from .linear.tied_embedding import linear, weight_of
 from .verify import check_function, kind_of
 from .watched_logits import PATTERN as CROSS_ENTROPY
@@ -291,23 +291,6 @@ def _chain(steps: Steps) -> tuple[Tensor | None, float, float | None] | None:
     return constant, 1.0 if math.isclose(scale, 1.0, rel_tol=1e-12) else scale, factor if has_tanh else None
 
 
-_exact: dict[int, tuple[weakref.ref[Tensor], int, torch.dtype, bool]] = {}
-"""id(constant) -> (constant, its version, a dtype, whether it has the same values in that)."""
-
-
-def _is_exact(constant: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a cast changes none of the values, as of BART's zeros. Asked once: a GPU would wait for it each time."""
-    if isinstance(constant, FakeTensor):  # has no values
-        return True
-    if constant.is_inference() or constant.is_meta or constant.requires_grad:
-        return False
-    known = _exact.get(id(constant))
-    if known is None or known[0]() is not constant or known[1:3] != (constant._version, dtype):
-        is_exact = torch.equal(constant.to(dtype).to(constant.dtype), constant)
-        known = _exact[id(constant)] = calls.forgetting(constant, _exact), constant._version, dtype, is_exact
-    return known[3]
-
-
 def _loss(logits: Any, *arguments: Any, **keywords: Any) -> Tensor | None:
     """functional.cross_entropy of DeferredLogits; None where it must be computed from the logits."""
     options = loss_options(*arguments, **keywords)
@@ -326,7 +309,7 @@ def _loss(logits: Any, *arguments: Any, **keywords: Any) -> Tensor | None:
     hidden = hidden if scale == 1.0 else hidden * scale
     if constant is not None:
         dtype = logits._source.dtype
-        if constant.dtype != dtype and not (calls.is_autocasting(hidden) and _is_exact(constant, dtype)):
+        if constant.dtype != dtype and not (calls.is_autocasting(hidden) and is_exact(constant, dtype)):
             return None
         bias = constant.reshape(-1) if bias is None else bias + constant.reshape(-1)
     loss = ops.linear_cross_entropy(hidden, weight_of(head), bias=bias, softcap=softcap, **options)

@@ -340,7 +340,7 @@ class _Prober:
     def _passes_on(self, *values: float) -> bool:
         """Whether a row's result is not finite where it has such a value."""
         x = self.x[: len(values)].clone()
-        x[:, 0] = torch.tensor(values, dtype=x.dtype)
+        x[:, 0] = torch.tensor(values, dtype=x.dtype, device="cpu")
         y = self.original(torch.float32, torch.float32, x=x)
         return y is not None and not y.isfinite().all(-1).any()
 

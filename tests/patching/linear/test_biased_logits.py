@@ -268,6 +268,35 @@ def test_models_of_transformers(name: str, patterns: tuple[str, ...]) -> None:
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_under_autocast_the_loss_reads_logits_to_which_zeros_are_added(name: str) -> None:
+    """In autocast's dtype: the same values, also of the float32 logits that the model returns, and half of the bytes
+    that the loss and its gradient take. Zeros that change are added again."""
+    model, inputs = seq2seq(name)
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def step() -> Any:
+        return loss_outcome(model, inputs)
+
+    def loss_bytes() -> int:
+        found = traffic(step).operators.values()
+        return sum(each.bytes for each in found if "cross_entropy" in each.name)
+
+    expected, before = (patch_model(model, patterns=("cross_entropy",)), step())[1], loss_bytes()
+    unpatch_model(model)
+    report = patch_model(model, patterns=("cross_entropy", *PATTERN))
+    found, after = step(), loss_bytes()
+    assert found["logits"].dtype == torch.float32 and after < 0.6 * before
+    assert report.calls()[""] == (4, 0)  # the loss and the sum, twice
+    assert_agree(found, expected, 1e-6)  # the shared weight's gradients are summed in another order
+    model.final_logits_bias[0, 0] = 1.0
+    assert loss_bytes() == before and report.calls()[""] == (5, 0)
+    changed = step()
+    unpatch_model(model)
+    patch_model(model, patterns=("cross_entropy",))
+    assert_agree(changed, step(), 1e-6)
+
+
 @pytest.mark.parametrize("patterns", [PATTERN, ("tied_embedding", *PATTERN), PATTERNS], ids=len)
 @pytest.mark.parametrize("name", ["Bart", "Marian"])
 def test_other_constants_than_zeros(name: str, patterns: tuple[str, ...]) -> None:

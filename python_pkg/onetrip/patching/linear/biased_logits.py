@@ -6,12 +6,15 @@
 becomes a call of biased_logits: F.linear(outputs[0], self.lm_head.weight, self.final_logits_bias).
 
 Logits are the largest tensor of a step: the sum reads and writes them once more (BART, Marian, Pegasus). The product
-adds the constant before it rounds: zeros, which these models have, give the same values.
+adds the constant before it rounds: zeros, which these models have, give the same values. Under autocast the constant
+is float32, and the sum's result, too. There zeros only convert the logits, which the loss reads unconverted
+(watched_logits.py).
 """
 
 from __future__ import annotations
 
 import ast
+import weakref
 from collections.abc import Callable, Container
 from functools import partial
 from operator import add
@@ -27,6 +30,7 @@ from ..classes import is_patched
 from ..forward import Forward, linear_at, places
 from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
+from ..watched_logits import WatchedLogits
 
 PATTERN = "biased_logits"
 
@@ -123,8 +127,33 @@ def biased_logits(module: nn.Module, head: Any, x: Any, bias: Any, total: Callab
     """total(head(x), bias), where total is add or add_moved."""
     if not _is_bias(head, x, bias):
         return total(head(x), bias)
+    if bias.dtype == (calls.autocast_dtype(x) or x.dtype):
+        calls.count_fused(module)
+        return _biased(head, x, bias)
+    logits = head(x)
+    if type(logits) is not WatchedLogits or bias.dtype != torch.float32 or not is_exact(bias, None):
+        return total(logits, bias)
     calls.count_fused(module)
-    return _biased(head, x, bias)
+    return logits.float()
+
+
+_exact: dict[int, tuple[weakref.ref[Tensor], int, torch.dtype | None, bool]] = {}
+"""id(constant) -> (constant, its version, a dtype, whether is_exact)."""
+
+
+def is_exact(constant: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a cast to dtype changes none of the values; of no dtype, whether all are 0, as BART's are. Asked once: a
+    GPU would wait for it each time."""
+    if isinstance(constant, FakeTensor):  # has no values
+        return True
+    if constant.is_inference() or constant.is_meta or constant.requires_grad:
+        return False
+    known = _exact.get(id(constant))
+    if known is None or known[0]() is not constant or known[1:3] != (constant._version, dtype):
+        same = torch.zeros_like(constant) if dtype is None else constant.to(dtype).to(constant.dtype)
+        is_same = torch.equal(same, constant)
+        known = _exact[id(constant)] = calls.forgetting(constant, _exact), constant._version, dtype, is_same
+    return known[3]
 
 
 def _biased(head: Any, x: Tensor, bias: Tensor) -> Any:
@@ -133,7 +162,7 @@ def _biased(head: Any, x: Tensor, bias: Tensor) -> Any:
 
 
 def _is_bias(head: Any, x: Any, bias: Any) -> bool:
-    """Whether head's product can add it, and has the sum's shape and dtype."""
+    """Whether head's product can add it, and has the sum's shape."""
     if calls.is_followed() or not all(type(each) is Tensor or isinstance(each, FakeTensor) for each in (x, bias)):
         return False
     if x.is_nested or x.dim() == 0 or not calls.is_large(x, x.shape[:-1].numel() * bias.numel()):
@@ -144,7 +173,6 @@ def _is_bias(head: Any, x: Any, bias: Any) -> bool:
         and bias.dim() <= x.dim()
         and bias.shape[-1:] == head.weight.shape[:1]
         and bias.numel() == bias.shape[-1]
-        and bias.dtype == (calls.autocast_dtype(x) or x.dtype)
         and bias.device == x.device
         and not bias.requires_grad
     )
