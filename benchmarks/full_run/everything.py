@@ -102,8 +102,8 @@ def _choose(known: Sequence[Part], wanted: Sequence[str] | None) -> list[Part]:
 
 
 def _failures(printed: str) -> list[str]:
-    """Lines that begin with FAILED, as the parts and pytest print them, with ERROR (pytest) or with ✗ (doctor)."""
-    found = re.findall(r"^(?:FAILED|✗|ERROR(?! {2})) (.+)$", printed, re.MULTILINE)  # no logged lines
+    """Lines that begin with FAILED, as doctor, the parts and pytest print them, or with ERROR (pytest)."""
+    found = re.findall(r"^(?:FAILED|ERROR(?! {2})) (.+)$", printed, re.MULTILINE)  # no logged lines
     return [line[:500] for line in dict.fromkeys(found)][:_MOST_FAILURES]
 
 

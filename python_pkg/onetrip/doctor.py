@@ -170,7 +170,7 @@ def render(report: Report) -> Group:
             Table("This machine", ("", ""), list(report.facts.items())),
             Table("What auto picks", ("device", "dtypes", "backend", "why"), choices),
             *_check_tables(report),
-            *(f"✗ {check}" for check in failed),
+            *(f"FAILED {check}" for check in failed),
             verdict,
             *([report.fault] if report.fault else []),
         ]
@@ -196,5 +196,5 @@ def _cell(checks: list[selfcheck.Check]) -> Cell | None:
         return None
     if all(check.passed for check in checks):
         largest = max(check.error for check in checks)
-        return Cell(largest, f"✓ {largest:.0e}", good=True)
-    return Cell(None, "✗ failed", good=False)
+        return Cell(largest, f"{largest:.0e}", good=True)
+    return Cell(None, "FAILED", good=False)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from itertools import compress, repeat
+from typing import Any
 
-from rich import box
 from rich.bar import Bar
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.box import SIMPLE_HEAD, Box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.containers import Lines
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .html import Cell, Table, cell, numeric_columns
+from .html import ABSENT, Cell, Table, cell, numeric_columns
 
+_RULE_BELOW_HEAD = Box(str(SIMPLE_HEAD).replace("─", "-"), ascii=True)
+"""Of characters that every encoding has: a text may be written where the encoding is not that of standard output."""
+_LEAST_WIDTH = 80
 _SHORTEST_BAR, _LONGEST_BAR = 4, 32
 _BESIDE_BARS = 73
 """Characters of the longest labels and figures beside a bar."""
@@ -23,11 +31,29 @@ _GOOD_STYLES = {True: "green", False: "red", None: ""}
 
 
 class _Bar(Bar):
-    """A bar as wide as its column."""
+    """A bar as wide as its column, of "#" where the encoding lacks blocks."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         width = max(_SHORTEST_BAR, min(options.size.width - _BESIDE_BARS, _LONGEST_BAR))
         return Measurement(_SHORTEST_BAR, width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.ascii_only:
+            yield Segment("#" * int(options.max_width * self.end / self.size) if self.size else "", self.style)
+        else:
+            yield from super().__rich_console__(console, options)
+
+
+class _Entry(Text):
+    """A name that fits no line is folded after its dots and underscores."""
+
+    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+        lines = [""]
+        for part in [self.plain] if " " in self.plain else re.findall(r"[^._]*[._]|[^._]+", self.plain):
+            if lines[-1] and len(lines[-1] + part) > width:
+                lines.append("")
+            lines[-1] += part
+        return Text("\n".join(lines), self.style).wrap(console, width, **options)
 
 
 def _first_number(row: Iterable[Cell]) -> float:
@@ -35,27 +61,30 @@ def _first_number(row: Iterable[Cell]) -> float:
 
 
 def render_table(table: Table) -> RichTable:
-    """The table for rich. A bar of the first number ends each row of a grouped table."""
+    """The table for rich, without columns of None alone. A bar of the first number ends each row of a grouped table."""
+    entries = [[cell(entry) for entry in row] for row in table.rows]
+    kept = [any(each.text != ABSENT for each in column) for column in zip(*entries, strict=True)]
+    columns = list(compress(table.columns, kept or repeat(True)))
+    rows = [list(compress(row, kept)) for row in entries]
     rich = RichTable(
         title=Text(table.caption),
         caption=Text(table.note) if table.note else None,
         title_justify="left",
         caption_justify="left",
-        box=box.SIMPLE_HEAD,
+        box=_RULE_BELOW_HEAD,
         pad_edge=False,
-        show_header=any(table.columns),
-        padding=0 if len(table.columns) > _MANY_COLUMNS else (0, 1, 0, 0),
+        show_header=any(columns),
+        padding=0 if len(columns) > _MANY_COLUMNS else (0, 1, 0, 0),
     )
-    numbers = numeric_columns(table.rows) or [False] * len(table.columns)
-    for column, numeric in zip(table.columns, numbers, strict=True):
+    numbers = numeric_columns(rows) or [False] * len(columns)
+    for column, numeric in zip(columns, numbers, strict=True):
         rich.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
-    rows = [[cell(entry) for entry in row] for row in table.rows]
     if table.grouped:
         rich.add_column("")
     largest = max(map(_first_number, rows), default=0.0)
     n_line = 0
     for i, row in enumerate(rows):
-        shown: list[RenderableType] = [Text(each.text, _GOOD_STYLES[each.good]) for each in row]
+        shown: list[RenderableType] = [_Entry(each.text.replace(ABSENT, "-"), _GOOD_STYLES[each.good]) for each in row]
         if table.grouped:
             n_line = n_line + 1 if i and row[0].text == rows[i - 1][0].text else 0
             colour = _LINE_COLOURS[n_line % len(_LINE_COLOURS)]
@@ -72,9 +101,22 @@ def render(parts: Iterable[str | Table], title: str = "") -> Group:
     return Group(*([Text(title, "bold")] if title else []), *shown)
 
 
+def _console(width: int, **options: Any) -> Console:
+    """Standard output. width: of a file or a pipe, unless COLUMNS says otherwise."""
+    console = Console(**options)
+    known = console.is_terminal or "COLUMNS" in os.environ
+    console.width = max(console.width, _LEAST_WIDTH) if known else width
+    return console
+
+
 def show(parts: Iterable[str | Table], width: int = 160) -> None:
     """Prints them on standard output. width: of a file or a pipe, unless COLUMNS says otherwise."""
-    console = Console()
-    if not (console.is_terminal or "COLUMNS" in os.environ):
-        console = Console(width=width)
-    console.print(render(parts))
+    _console(width).print(render(parts))
+
+
+def text(parts: Iterable[str | Table], width: int = 120) -> str:
+    """The same as a string, without colours."""
+    console = _console(width, color_system=None)
+    with console.capture() as captured:
+        console.print(render(parts))
+    return "\n".join(map(str.rstrip, captured.get().strip("\n").splitlines()))

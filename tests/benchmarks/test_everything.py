@@ -147,7 +147,7 @@ except KeyboardInterrupt:
 
 
 def test_failures_are_what_parts_pytest_and_doctor_print(run, tmp_path):
-    printed = "FAILED a.py::one\nERROR b.py - broken\n✗ kernel two\nERROR    torch:file.py:1 logged\n ERROR quoted"
+    printed = "FAILED a.py::one\nERROR b.py - broken\nFAILED kernel two\nERROR    torch:file.py:1 logged\n ERROR quoted"
     run(fake("bad", exits(1, printed)))
     assert state(tmp_path)["parts"]["bad"]["failures"] == ["a.py::one", "b.py - broken", "kernel two"]
 
