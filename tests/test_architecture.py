@@ -22,7 +22,7 @@ ALLOWED = {
     "ops": {"kernels", "_native", "reference"},
     "nn": {"ops", "reference"},
     "optim": {"ops", "reference"},
-    "patching": {"cpu_advice", "nn", "ops"},
+    "patching": {"cpu_advice", "html", "nn", "ops", "terminal"},
     "measure": {"ops", "reference"},
     "integrations": {"", "ops"},
     "anatomy": {"", "environment", "html", "measure", "nn", "ops", "optim", "patching", "terminal"},

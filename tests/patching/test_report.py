@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -83,17 +85,72 @@ def test_summary_names_patterns_reasons_and_idle_sites(model: Model) -> None:
     model.layers[0](torch.randn(2, 8), torch.randn(2, 8))
     text = str(report)
     assert text == report.summary()
-    assert "4 sites patched" in text and "1 sites skipped" in text.replace("1 site skipped", "1 sites skipped")
+    assert "4 sites patched" in text and "1 site skipped" in text
     (row,) = [line.split() for line in text.splitlines() if "dropout_add_norm" in line]
-    assert row == ["dropout_add_norm", "Tail", "layers.0", "2", "1", "0", "1"]
+    assert row == ["dropout_add_norm", "Tail", "layers.0", "2", "1", "1"]
     assert "unsupported_shape" in text and "normalises over 2 dimensions" in text
     assert "\x1b" not in text and all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_columns_that_say_nothing_are_left_out(model: Model) -> None:
+    """The calls of a model that has not run were "0 / 0 / never called 14"."""
+    report = patch_model(model)
+    assert "calls" not in str(report) and "never" not in str(report)
+    model(torch.randn(2, 8))
+    heads = str(report).splitlines()[2:4]
+    assert [head.split() for head in heads] == [["fused"], ["pattern", "module", "class", "example", "sites", "calls"]]
+
+
+def test_the_summary_says_what_was_patched_in_a_site() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.LayerNorm(8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = self.first(x + y)
+            return self.last(x + y)
+
+    (row,) = [line.split() for line in str(patch_model(Sums())).splitlines() if "Sums" in line]
+    assert row == ["add_norm", "2", "add_norm", "Sums", "(root)", "1"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_the_summary_can_be_written_in_every_encoding(
+    model: Model, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Whatever standard output has: a log file may have another."""
+    report = patch_model(model)
+    model.layers[0](torch.randn(2, 8), torch.randn(2, 8))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    print(report)
+    assert str(report).isascii()
+
+
+def test_the_summary_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "encoder_of_images." * 5 + "norm"
+    model = nn.Sequential()
+    parent: nn.Module = model
+    for part in name.split(".")[:-1]:
+        parent.add_module(part, nn.Sequential())
+        parent = getattr(parent, part)
+    parent.add_module("norm", nn.LayerNorm(8))
+    report = patch_model(model)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert name in str(report)
+    for columns in ("80", "40"):  # 80 is the least
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = str(report).splitlines()
+        assert 60 < max(map(len, lines)) <= 80
+        folded = [line.split() for line in lines[4:]]
+        parts = [word for line in folded for word in line if word not in ("layer_norm", "LayerNorm", "1")]
+        assert "".join(parts) == name and all(part.endswith((".", "_", "norm")) for part in parts)
 
 
 def test_a_model_without_sites_has_an_empty_report() -> None:
     report = patch_model(nn.Linear(2, 2))
     assert report.patched == report.skipped == () and report.calls() == {}
-    assert "0 sites patched" in str(report)
+    assert str(report) == "0 sites patched"
 
 
 @pytest.mark.parametrize(
@@ -176,4 +233,4 @@ def test_the_text_is_a_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> No
     report = patch_model(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     expected = str(report)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert "1 sites patched" in expected and str(report) == expected
+    assert "1 site patched" in expected and str(report) == expected

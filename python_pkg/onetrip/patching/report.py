@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..html import Table
 
 
 @dataclass(frozen=True)
@@ -91,41 +93,21 @@ class PatchReport:
 
     def summary(self) -> str:
         """Two tables as text: patched sites by pattern and class with their calls, skipped sites by reason."""
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
+        from ..terminal import text
 
         calls = self.calls()
-        patched = Table(title=f"{len(self._patched)} sites patched", box=box.SIMPLE_HEAD, title_justify="left")
-        for column in ("pattern", "module class", "example"):
-            patched.add_column(column, overflow="fold")
-        for column in ("sites", "fused calls", "fallback calls", "never called"):
-            patched.add_column(column, justify="right")
-        groups: dict[tuple[str, str], list[PatchedSite]] = {}
-        for site in self._patched:
-            groups.setdefault((site.pattern, site.module_class), []).append(site)
-        for (pattern, module_class), sites in groups.items():
+        was_called = any(map(any, calls.values()))
+
+        def counted(sites: list[PatchedSite]) -> list[int | None]:
             counts = [calls[site.name] for site in sites]
             fused, fallen_back = (sum(column) for column in zip(*counts, strict=True))
-            idle = sum(count == (0, 0) for count in counts)
-            patched.add_row(
-                pattern, module_class, sites[0].name or "(root)", *map(str, (len(sites), fused, fallen_back, idle))
-            )
-        text = StringIO()
-        console = Console(file=text, width=120, color_system=None, highlight=False, markup=False, force_jupyter=False)
-        console.print(patched)
+            return [fused or None, fallen_back or None, counts.count((0, 0)) or None if was_called else None]
+
+        called = ("fused\ncalls", "fallback\ncalls", "never\ncalled")
+        tables = [_table("patched", self._patched, "pattern", called, counted)]
         if self._skipped:
-            skipped = Table(title=f"{len(self._skipped)} sites skipped", box=box.SIMPLE_HEAD, title_justify="left")
-            for column in ("reason", "module class", "example", "detail"):
-                skipped.add_column(column, overflow="fold")
-            skipped.add_column("sites", justify="right")
-            names: dict[tuple[str, str, str], list[str]] = {}
-            for left in self._skipped:
-                names.setdefault((left.reason, left.module_class, left.detail), []).append(left.name or "(root)")
-            for (reason, module_class, detail), found in names.items():
-                skipped.add_row(reason, module_class, found[0], detail, str(len(found)))
-            console.print(skipped)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+            tables.append(_table("skipped", self._skipped, "reason"))
+        return text(tables)
 
     def __str__(self) -> str:
         return self.summary()
@@ -140,3 +122,21 @@ class PatchReport:
 
     def _skip(self, site: SkippedSite) -> None:
         self._skipped.append(site)
+
+
+def _table(
+    verb: str,
+    sites: Sequence[Any],
+    first: str,
+    last: Sequence[str] = (),
+    entries: Callable[[list[Any]], Sequence[int | None]] = lambda sites: (),
+) -> str | Table:
+    """A row for each kind of site; a line where there are none. last, entries: columns behind the common ones."""
+    from ..html import Table
+
+    title = f"{len(sites)} site{'s' * (len(sites) != 1)} {verb}"
+    kinds: dict[tuple[Any, ...], list[Any]] = {}
+    for site in sites:
+        kinds.setdefault((getattr(site, first), site.detail or None, site.module_class), []).append(site)
+    rows = [(*kind, of_kind[0].name or "(root)", len(of_kind), *entries(of_kind)) for kind, of_kind in kinds.items()]
+    return Table(title, (first, "detail", "module class", "example", "sites", *last), rows) if rows else title
