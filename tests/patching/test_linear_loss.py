@@ -77,6 +77,18 @@ def test_it_is_patched_by_name_only() -> None:
     assert isinstance(model(**inputs).logits, Tensor)
 
 
+@pytest.mark.parametrize("pattern", BOTH)
+def test_the_loss_of_an_excluded_output_layer_is_left_with_a_reason(pattern: str) -> None:
+    """Its site fell back in every step."""
+    model, inputs = made("distilbert")
+    report = patch_model(model, patterns=[pattern, "bias_activation"], exclude=["vocab_projector"])
+    assert {site.pattern for site in report.patched} == {"bias_activation"}
+    (loss,) = (site for site in report.skipped if site.module_class == type(model).__name__)
+    assert (loss.reason, loss.detail) == ("excluded", "the loss, whose output layer is excluded")
+    model(**inputs)
+    assert not any(fallen_back for _, fallen_back in report.calls().values())
+
+
 def test_the_logits_are_computed_when_they_are_used() -> None:
     model, inputs = made("llama")
     expected = model(**inputs).logits

@@ -178,7 +178,8 @@ class Classifier:
         elif grouped is not None and unsuitable(module) is None:
             parts.insert(0, Experts(grouped))
         if self.loss_pattern and id(module) in self.output_layers:
-            blocked = _replaced(module) or _in_float64(module)
+            is_excluded = id(self.output_layers[id(module)]) in self.excluded
+            blocked = _HEAD_EXCLUDED if is_excluded else _replaced(module) or _in_float64(module)
             if blocked is None:
                 parts.insert(0, VocabularyLoss(labels_position(module), self.loss_pattern))
             why = blocked or why
@@ -302,6 +303,7 @@ def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:
 
 STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")
 _NO_SUM = Unsuitable("unknown_forward", "adds no residual to a dropped or normalised branch")
+_HEAD_EXCLUDED = Unsuitable("excluded", "the loss, whose output layer is excluded")
 _LAZY = Unsuitable("unsupported_shape", "lazy parameters have no shape yet: run the model once, then patch it")
 _BUFFERS = Unsuitable("unknown_forward", "keeps buffers")
 _WRONG_SHAPE = Unsuitable("unsupported_shape", "not a module with at most one weight and one bias, both vectors")
