@@ -233,7 +233,7 @@ def print_listing(found: dict[str, Any]) -> None:
     for name, suite in found["suites"].items():
         # Attention has one operator a length: their common stem says enough.
         names = dict.fromkeys(op if not op.startswith("attention-") else "attention" for op in suite["operators"])
-        suites.append((name, ", ".join(names) or None, len(suite["cases"]), " ".join(suite["options"]) or None))
+        suites.append((name, ", ".join(names) or None, len(suite["cases"]), "\n".join(suite["options"]) or None))
     providers = []
     for name, provider in found["providers"].items():
         available = f"yes ({provider['note']})".removesuffix(" ()")

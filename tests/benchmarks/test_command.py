@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,14 @@ def test_the_list_names_operators_and_providers_with_reasons(as_json: bool) -> N
     else:
         for word in ("scale_mask_softmax_dropout-p0.1", "--shape", "Liger-Kernel", "only interpreted"):
             assert word in result.stdout
+
+
+def test_the_list_cuts_no_name_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = runner.listing(torch.device("cpu"))
+    result = CliRunner().invoke(app, ["--list", "--device", "cpu"])
+    for name in found["suites"]["softmax"]["operators"] + found["suites"]["row_norm"]["operators"]:
+        assert re.search(rf"(^|\s){re.escape(name)}(,|\s)", result.stdout, re.MULTILINE), name
 
 
 ONLY_WHAT_MEASURES = """

@@ -127,9 +127,10 @@ def test_the_page_in_the_repository_is_the_rendered_one() -> None:
 
 def test_a_run_under_load_says_so(recorded: results.Results) -> None:
     assert tables.load_in_words(recorded) == ""
-    for case, load in zip(recorded["row_norm"]["cases"], (1.01, 2.6, 1.9), strict=False):
+    recorded = {"row_norm": recorded["row_norm"] | {"cases": recorded["row_norm"]["cases"][:4]}}
+    for case, load in zip(recorded["row_norm"]["cases"], (1.01, 2.6, None, 1.9), strict=True):
         case["cpu_slowdown"] = load
-    assert "slowed 2 of 3 cases by up to 2.6x" in tables.load_in_words(recorded)
+    assert "slowed 2 of 4 cases by up to 2.6x" in tables.load_in_words(recorded)
 
 
 def test_written_results_are_read_back_with_five_digits(recorded: results.Results, tmp_path: Path) -> None:
