@@ -93,7 +93,9 @@ def anatomy(
     optimizer: Annotated[
         str, typer.Option(help="adamw (torch's), adam, adamw8bit, adam8bit, sgd or sgd-momentum.")
     ] = "adamw",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:N. Where nothing is run, auto is cuda, with or without a GPU.")
+    ] = "auto",
     steps: Annotated[int, typer.Option(help="Timed steps of each kind; medians are shown.")] = 5,
     columns: Annotated[
         str,
@@ -106,7 +108,7 @@ def anatomy(
         str | None,
         typer.Option(help="The same for a GPU, as A100-40GB; and a lower bound of the step's time there."),
     ] = None,
-    predict_only: Annotated[bool, typer.Option(help="Predict the memory; run nothing, on no device.")] = False,
+    predict_only: Annotated[bool, typer.Option(help="Predict the memory; run nothing, on no device. For CUDA, or --device cpu.")] = False,
     output: Annotated[Path | None, typer.Option(help="Folder to write anatomy.json and anatomy.html in.")] = None,
     as_json: Json = False,
 ) -> None:
