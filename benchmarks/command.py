@@ -153,10 +153,11 @@ def bench(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, fewer rounds.")] = False,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write DIR/<machine>/<suite>.json.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out what DIR has of this code; reject other.")
-    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write DIR/<machine>/<suite>.json. A checkout's default: benchmarks/results."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what DIR has of this code; reject other.")] = False,
     everything: Annotated[
         bool, typer.Option("--everything", help="The full validation and benchmark suite of a GPU, into --output DIR.")
     ] = False,

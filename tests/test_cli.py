@@ -7,7 +7,7 @@ from dataclasses import replace
 import onetrip
 import pytest
 import torch
-from onetrip import selfcheck
+from onetrip import cli, selfcheck
 from onetrip.cli import app, main
 from typer.testing import CliRunner
 
@@ -143,7 +143,8 @@ def test_hub_model_that_cannot_be_had(run, monkeypatch):
         raise OSError("We couldn't connect to the hub.\nCheck your connection.")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
-    assert_bad_usage(run("anatomy", "owner/name"), "owner/name cannot be loaded: We couldn't connect to the hub.")
+    told = "owner/name cannot be loaded: We couldn't connect to the hub. HF_HUB_OFFLINE=1 asks the cache alone"
+    assert_bad_usage(run("anatomy", "owner/name"), told)
 
 
 @pytest.mark.parametrize("arguments", [["anatomy"], ["no-such-command"], ["doctor", "--no-such-option"]])
@@ -170,6 +171,22 @@ def test_an_output_that_lacks_characters(monkeypatch):
         main()
     printed = sys.stdout.buffer.getvalue().decode("ascii")
     assert "What auto picks" in printed and "?" not in printed
+
+
+def test_the_progress_before_the_first_step(monkeypatch, capsys):
+    """It began with 0/None."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    with cli._progress(True):
+        pass
+    assert "starting" in (shown := capsys.readouterr().err) and "0/?" in shown and "None" not in shown
+
+
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "onetrip", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "onetrip: No space left on device\n")
 
 
 def test_version(run):

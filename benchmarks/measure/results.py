@@ -61,7 +61,7 @@ def own_failures(record: dict[str, Any]) -> dict[str, str]:
 def unwritable(folder: Path) -> str:
     """Why nothing could be written into the folder, which need not be there yet; empty where it could."""
     reason = html.unwritable(folder)
-    return reason and f"cannot write to {folder}: {reason}"
+    return reason and f"--output: cannot write to {folder}: {reason}"
 
 
 def write_suite(path: Path, content: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from . import __version__
 from .benchmarks import command as bench
@@ -56,7 +57,7 @@ def _progress(shown: bool) -> Iterator[ProgressCallback | None]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
@@ -102,13 +103,18 @@ def anatomy(
         typer.Option(help="Of eager, patched, patched_loss (with linear_cross_entropy), patched_adamw8bit, compiled."),
     ] = "eager,patched,patched_adamw8bit",
     fits: Annotated[
-        str | None, typer.Option(help="A memory size, as 16GB: does the step fit, and which batch does? Runs nothing.")
+        str | None,
+        typer.Option(
+            help="A memory size, as 16GB: does the step fit, and which batch does? Runs nothing. --json is for scripts."
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(help="The same for a GPU, as A100-40GB; and a lower bound of the step's time there."),
     ] = None,
-    predict_only: Annotated[bool, typer.Option(help="Predict the memory; run nothing, on no device. For CUDA, or --device cpu.")] = False,
+    predict_only: Annotated[
+        bool, typer.Option(help="Predict the memory; run nothing, on no device. For CUDA, or --device cpu.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Folder to write anatomy.json and anatomy.html in.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -207,4 +213,10 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     if sys.argv[1:2] == ["bench"]:
         bench.bind_threads(sys.argv[2:])
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        typer.echo(f"onetrip: {error.strerror}", err=True)
+        os._exit(CHECK_FAILED)  # at exit Python would try to write the rest

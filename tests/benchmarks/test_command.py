@@ -92,7 +92,7 @@ def test_bad_usage_is_one_line(
 def test_an_unwritable_output_is_rejected_before_measuring(rejected: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message = rejected("--quick", "--output", str(tmp_path / "file/folder"))
-    assert f"cannot write to {tmp_path / 'file/folder'}: Not a directory" in message
+    assert f"--output: cannot write to {tmp_path / 'file/folder'}: Not a directory" in message
     place = tmp_path / header(torch.device("cpu"))["machine"]["id"]
     place.touch()
     assert f"cannot write to {place}: Not a directory" in rejected("--quick", "--device=cpu", f"--output={tmp_path}")

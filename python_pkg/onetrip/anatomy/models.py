@@ -108,7 +108,9 @@ def load_model(name: str, *, weights: bool = True) -> nn.Module:
     except UsageError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{name} cannot be loaded: {first_line(error)}") from error
+        why = first_line(error)
+        offline = " HF_HUB_OFFLINE=1 asks the cache alone, at once." if "couldn't connect" in why else ""
+        raise UsageError(f"{name} cannot be loaded: {why}{offline}") from error
 
 
 def first_line(error: BaseException) -> str:
