@@ -229,12 +229,16 @@ def test_parameters_that_share_memory_are_refused():
         (base[:5000], base[4000:]),
         (base.view(64, 128)[1], base[100:200]),
         (square, square.t()),
+        (square[:, :3], square[:, :3]),
+        (square[:, :3], square[:, 2:6]),
+        (square[:, :3], base[3:64], base[128:130]),  # the first one's span goes past the second
+        (square[:, :3], base.bfloat16().new_tensor(0).set_(base.untyped_storage(), 131, (2,))),  # half an element
     ):
         params = [nn.Parameter(view) for view in views]
         set_grads(params, 0)
         rejects(AdamW8bit(params), ValueError, "AdamW8bit: parameters must not share memory")
-    neighbours = [nn.Parameter(base[:4096]), nn.Parameter(base[4096:])]
-    train(AdamW8bit(neighbours), range(1))
+    for views in ((base[:4096], base[4096:]), (square[:, :3], square[:, 3:]), (square[:, :3], base[3:64])):
+        train(AdamW8bit([nn.Parameter(view) for view in views]), range(1))
 
 
 def test_a_parameter_that_overlaps_itself_is_refused():

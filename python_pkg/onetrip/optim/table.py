@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -369,16 +369,36 @@ def _rounding_numbers(slot: Slot) -> tuple[int, int]:
 
 def _check_overlaps(function: str, parts: Sequence[Tensor]) -> None:
     """Raises ValueError where two parameters share memory: one update would be lost. Two whose elements alternate
-    (columns of one matrix) share none."""
-    spans = []
+    (columns of one matrix) share none: each element is looked at where the memory that parameters span overlaps."""
+    groups: list[list[Tensor]] = []
+    end = 0
+    for part in sorted((part for part in parts if part.numel()), key=Tensor.data_ptr):
+        if part.data_ptr() >= end:
+            groups.append([])
+        groups[-1].append(part)
+        end = max(end, _end(part))
+    if any(len(group) > 1 and _share_an_element(group) for group in groups):
+        raise ValueError(f"{function}: parameters must not share memory, got two that do")
+
+
+def _end(part: Tensor) -> int:
+    """The address after its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    return part.data_ptr() + (last + 1) * part.element_size()
+
+
+def _share_an_element(parts: list[Tensor]) -> bool:
+    """parts: by their addresses."""
+    begin, unit = parts[0].data_ptr(), min(part.element_size() for part in parts)
+    is_taken = torch.zeros((max(map(_end, parts)) - begin) // unit, dtype=torch.bool, device="cpu")
     for part in parts:
-        if part.numel():
-            last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-            end = part.data_ptr() + (last + 1) * part.element_size()
-            spans.append((part.data_ptr(), end, part.is_contiguous() or last + 1 == part.numel()))
-    for (_, end, is_dense), (begin, _, other_is_dense) in pairwise(sorted(spans)):
-        if begin < end and (is_dense or other_is_dense):
-            raise ValueError(f"{function}: parameters must not share memory, got two that do")
+        units = part.element_size() // unit
+        strides = [*(stride * units for stride in part.stride()), 1]
+        mine = is_taken.as_strided((*part.shape, units), strides, (part.data_ptr() - begin) // unit)
+        if mine.any():
+            return True
+        mine.fill_(True)
+    return False
 
 
 def step_tables(function: str, members: Iterable[Member]) -> list[StepTable]:
