@@ -87,6 +87,16 @@ def test_no_columns(target, operator, rows):
     check_empty(target, operator, rows, 0)
 
 
+@each_operator(but="rotary cross_entropy linear attention")
+def test_no_columns_under_torch_func(operator):
+    leaves = [leaf.detach() for leaf in operator.leaves(CPU, 4, 0)]
+    expected = outputs_of(operator.call(*leaves))
+    found = torch.vmap(lambda *t: outputs_of(operator.call(*t)), randomness="same")(*(leaf[None] for leaf in leaves))
+    assert_same([y[0] for y in found], expected, torch.testing.assert_close)
+    gradients = torch.func.grad(lambda t: sum(y.sum() for y in outputs_of(operator.call(*t))))(leaves)
+    assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves]
+
+
 @pytest.mark.promise("T4")
 @pairwise(rows=[1, 3, 130], cols=[1, 5, 64, 1027], operator=OPERATORS)
 def test_everything_allocated_is_written(target, rows, cols, operator, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cross_entropy_cases import OPTIONS, make_labels, unfused
-from onetrip import nn, ops
+from onetrip import nn, ops, use_backend
 from onetrip.ops import cross_entropy_linear
 from onetrip.reference.cross_entropy import CrossEntropyPlan
 from operator_cases import Watching
@@ -129,6 +129,25 @@ def test_impossible_tokens_have_no_part_in_the_entropy(target):
     log_p = torch.log_softmax(F.linear(hidden, weight[:7]).double(), -1)
     torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1).float())
     assert dhidden.isfinite().all() and (dweight[7:] == 0.0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_hidden_columns(target, reduction):
+    """All classes are as likely; the bias decides, where there is one."""
+    hidden, weight, bias = (torch.randn(s, device=target.device) for s in ((2, 3, 0), (5, 0), (5,)))
+    labels = torch.arange(6, device=target.device).view(2, 3) % 5
+    for given in (bias, torch.zeros_like(bias), None):
+        expected = unfused((torch.zeros_like(bias) if given is None else given).expand(2, 3, 5), labels)
+
+        def loss(h, given=given):
+            return ops.linear_cross_entropy(h, weight, labels, given, reduction=reduction)
+
+        found = loss(hidden.requires_grad_())
+        torch.testing.assert_close(found.sum() if reduction == "sum" else 6 * found.mean(), 6 * expected)
+        assert found.requires_grad and torch.autograd.grad(found.sum(), hidden)[0].shape == hidden.shape
+        with use_backend("auto"):
+            torch.testing.assert_close(torch.vmap(loss)(hidden[None])[0], found)
+    assert ops.linear_logprobs(hidden, weight, labels).shape == labels.shape
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -18,7 +18,7 @@ from ..reference import cross_entropy as reference
 from ..reference.cross_entropy import CrossEntropyPlan
 from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import check_device, check_finite, check_int64, check_probability, check_rows, raise_unknown
-from .common.native import in_memory, read
+from .common.native import as_rows, in_memory, read
 from .common.tracing import (
     autocast_dtype,
     is_autocasting,
@@ -78,7 +78,7 @@ def cross_entropy(
         if logits.shape[-1] == 0:
             raise ValueError(f"{function}: logits must have at least one class, got shape {tuple(logits.shape)}")
     shape = labels.shape
-    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    rows = logits if logits.dim() == 2 else as_rows(logits)
     row_labels = labels if labels.dim() == 1 else labels.reshape(-1)
     path = path_of(logits, labels) if found < 0 else path_of_plain_tensors()
     if path == "composed":
@@ -258,7 +258,7 @@ def _rows_of(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """hidden as a matrix, labels as a vector."""
     if hidden.dim() == 2:
         return hidden, labels
-    return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    return as_rows(hidden), labels.reshape(-1)
 
 
 def _counted(function: str, labels: Tensor, n_classes: int, ignore_index: int, found: int) -> tuple[Tensor, int | None]:

@@ -31,7 +31,7 @@ from .common.checks import (
     check_rows,
     raise_unknown,
 )
-from .common.native import EagerCall, read
+from .common.native import EagerCall, as_rows, read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_recorded, path_of, path_of_plain_tensors, reject_onnx_export
 from .row_norm_autograd import apply, forward
@@ -241,7 +241,7 @@ def _check(
 def _composed(operands: OperandTuple, rng: Rng | None, plan: RowNormPlan) -> Outputs:
     """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
     x, residual, *parameters = operands
-    rows: Any = (None if tensor is None else tensor.reshape(-1, x.shape[-1]) for tensor in (x, residual))
+    rows: Any = (None if tensor is None else as_rows(tensor) for tensor in (x, residual))
     plain = plan._replace(store_z=True, center_z=False, store_stats=False)
     y, z, _, _ = reference.forward(Operands(*rows, *parameters), rng, plain)
     return Outputs(None if y is None else y.view(x.shape), None if z is None else z.view(x.shape))

@@ -21,7 +21,7 @@ from ..reference.softmax import Operands, SoftmaxPlan
 from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import DTYPES, check_dense, check_device, check_finite, check_probability, check_rows, raise_unknown
 from .common.masks import broadcasts, kernel_mask, mask_layout
-from .common.native import EagerCall, read
+from .common.native import EagerCall, as_rows, read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_recorded, path_of, path_of_plain_tensors, reject_onnx_export
 from .softmax_autograd import apply, forward
@@ -148,9 +148,8 @@ def _check(
 
 def _composed(scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan) -> Tensor:
     """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
-    n_cols = scores.shape[-1]
     n_queries = scores.shape[-2] if scores.dim() > 1 else 1
-    rows = None if mask is None else mask.expand(scores.shape).reshape(-1, n_cols)
-    operands = Operands(scores.reshape(-1, n_cols), rows, None, n_queries)
+    rows = None if mask is None else as_rows(mask.expand(scores.shape))
+    operands = Operands(as_rows(scores), rows, None, n_queries)
     y, _ = reference.forward(operands, rng, plan._replace(store_p=False))
     return y.view(scores.shape)

@@ -97,7 +97,8 @@ def forward(operands: Operands, rng: Rng | None, plan: SoftmaxPlan) -> tuple[Ten
     if plan.causal:
         hidden = hidden_columns(n_rows, n_cols, n_queries, scores.device)
         values = values.masked_fill(hidden, -torch.inf)
-    largest = values.detach().amax(dim=1, keepdim=True)
+    reduce = torch.amax if n_cols else torch.sum  # amax of no columns raises
+    largest = reduce(values.detach(), dim=1, keepdim=True)
     is_masked = largest == -torch.inf
     exponentials = torch.exp(values - largest.masked_fill(is_masked, 0.0))
     p = exponentials / exponentials.sum(dim=1, keepdim=True).masked_fill(is_masked, 1.0)

@@ -111,6 +111,12 @@ def rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
     return tensor, tensor.stride(0)
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix by torch's own operators; also of no columns, where reshape(-1, 0) finds no number of
+    rows."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
+
+
 def reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     """A new tensor in another shape, and no view of it: autograd forbids to write to a view that a Function returns."""
     result: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
