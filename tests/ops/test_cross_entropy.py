@@ -329,6 +329,8 @@ BAD = {
     "z-loss": ((H, W, Y), {"lse_square_scale": math.nan}, ValueError, "lse_square_scale must be finite"),
     "reduction": ((H, W, Y), {"reduction": "max"}, ValueError, "reduction must be one of"),
     "ignore_index": ((H, W, Y), {"ignore_index": None}, TypeError, "ignore_index must be an int"),
+    "ignore_index-2^63": ((H, W, Y), {"ignore_index": 2**63}, ValueError, f"ignore_index must be an int64, got {2**63}"),
+    "ignore_index-low": ((H, W, Y), {"ignore_index": -(2**63) - 1}, ValueError, "ignore_index must be an int64, got -9"),
     "chunk_rows": ((H, W, Y), {"chunk_rows": 0}, ValueError, "chunk_rows must be None or an int >= 1, got 0"),
     "unknown": ((H, W, Y), {"weights": 1}, TypeError, "unknown argument 'weights'"),
 }

@@ -304,6 +304,8 @@ def _checked_plan(
         return _DEFAULT  # an ordinary call
     if type(ignore_index) is not int:
         raise TypeError(f"{function}: ignore_index must be an int, got {ignore_index!r}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"{function}: ignore_index must be an int64, got {ignore_index}")
     check_probability(function, "label_smoothing", label_smoothing)
     if softcap is not None:
         check_finite(function, "softcap", softcap)
