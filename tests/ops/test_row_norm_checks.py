@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip import ops
+from onetrip import nn, ops
 from row_norm_cases import NAMES, call, make
 from tolerances import assert_bitwise
 from torch import Tensor
@@ -158,6 +158,8 @@ NUMBERS: dict[str, tuple[str, Any, type[Exception], str]] = {
     "eps_tensor": ("eps", torch.tensor(1.0), TypeError, "must be a number, got Tensor"),
     "offset_text": ("weight_offset", "1", TypeError, "must be a number, got str"),
     "offset_past_float64": ("weight_offset", -(2**60), ValueError, "must be a number that float64 holds"),
+    "offset_nan": ("weight_offset", float("nan"), ValueError, "must be finite"),
+    "offset_infinite": ("weight_offset", float("inf"), ValueError, "must be finite"),
     "offset_tensor": ("weight_offset", torch.tensor(1.0), TypeError, "must be a number, got Tensor"),
     "cast_list": ("cast_before_weight", [], ValueError, 'must be False, True or "weight", got []'),
     "cast_tensor": ("cast_before_weight", torch.ones(2), ValueError, 'must be False, True or "weight", got tensor'),
@@ -190,6 +192,18 @@ def test_wrong_numbers(function, argument, value, error, message):
         getattr(ops, function)(**arguments(function), **{argument: value})
     assert str(raised.value).startswith(f"{function}: {argument} {message}")
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("function", ["rms_norm", "bias_dropout_residual_norm"])
+def test_an_offset_without_a_weight(function):
+    given = arguments(function) | {"weight": None}
+    assert_raises(
+        function, given | {"weight_offset": 0.5}, ValueError, "weight_offset must be 0 without a weight, got 0.5"
+    )
+    for make_module in (nn.RMSNorm, nn.BiasDropoutResidualNorm):
+        with pytest.raises(ValueError, match=f"^{make_module.__name__}: weight_offset must be 0 without a weight"):
+            make_module(6, elementwise_affine=False, weight_offset=0.5)
+        make_module(6, elementwise_affine=False)
 
 
 def test_a_cast_order_of_a_layer_norm():

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ..ops import bias_dropout_residual, bias_dropout_residual_norm
 from ..ops import row_norm as ops
-from ..ops.common.checks import check_eps, check_number, check_probability
+from ..ops.common.checks import check_eps, check_probability
 from ..reference.row_norm import NORM_LAYER, NORM_RMS
 
 
@@ -64,7 +64,7 @@ class RMSNorm(torch.nn.RMSNorm):
         cast_before_weight: bool | Literal["weight"] = False,
     ) -> None:
         ops.check_cast("RMSNorm", cast_before_weight, "rms")
-        check_number("RMSNorm", "weight_offset", weight_offset)
+        ops.check_weight_offset("RMSNorm", weight_offset, elementwise_affine)
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
         self.weight_offset = weight_offset
         self.cast_before_weight = cast_before_weight
@@ -146,7 +146,7 @@ class BiasDropoutResidualNorm(torch.nn.Module):
             raise ValueError(f'BiasDropoutResidualNorm: norm must be "layer" or "rms", got {norm!r}')
         check_probability("BiasDropoutResidualNorm", "p", p)
         check_eps("BiasDropoutResidualNorm", eps)
-        check_number("BiasDropoutResidualNorm", "weight_offset", weight_offset)
+        ops.check_weight_offset("BiasDropoutResidualNorm", weight_offset, elementwise_affine)
         ops.check_cast("BiasDropoutResidualNorm", cast_before_weight, norm)
         self.n_cols, self.p, self.eps, self.return_residual = n_cols, p, eps, return_residual
         self.norm: Literal["layer", "rms"] = norm

@@ -11,6 +11,7 @@ formulas are composed of torch's operators instead.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import inf
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -23,8 +24,8 @@ from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operan
 from .common.backends import HALF, KERNEL_DTYPES, check_composed, choose
 from .common.checks import (
     check_eps,
+    check_finite,
     check_like,
-    check_number,
     check_out_dtype,
     check_parameter,
     check_probability,
@@ -79,7 +80,7 @@ def rms_norm(
 
     x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight: (n_cols,), any of these dtypes, or
     None.
-    weight_offset: 1 for the (1 + weight) of Gemma.
+    weight_offset: finite, 1 for the (1 + weight) of Gemma; 0 without a weight.
     cast_before_weight: False rounds once, to x's dtype, after the weight (F.rms_norm, OLMo2, Gemma); True rounds the
     normalised
         value to x's dtype first, and the result has the dtype of weight * that (Llama, Mistral, Qwen); "weight" rounds
@@ -216,6 +217,12 @@ def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
         raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')
 
 
+def check_weight_offset(function: str, weight_offset: float, has_weight: bool) -> None:
+    check_finite(function, "weight_offset", weight_offset)
+    if weight_offset != 0.0 and not has_weight:
+        raise ValueError(f"{function}: weight_offset must be 0 without a weight, got {weight_offset}")
+
+
 def _check(
     function: str,
     operands: OperandTuple,
@@ -233,7 +240,7 @@ def _check(
         if vector is not None:
             check_parameter(function, name, vector, x)
     check_eps(function, eps)
-    check_number(function, "weight_offset", weight_offset)
+    check_weight_offset(function, weight_offset, weight is not None)
     check_probability(function, "dropout_p", dropout_p)
     check_rng(function, rng)
 
@@ -337,6 +344,7 @@ def row_norm(
         and type(eps) is float
         and eps >= 0.0
         and type(weight_offset) is float
+        and (weight_offset == 0.0 or (operands[3] is not None and -inf < weight_offset < inf))
         and type(dropout_p) is float
         and 0.0 <= dropout_p <= 1.0
     ):
