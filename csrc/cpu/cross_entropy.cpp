@@ -65,10 +65,10 @@ ONETRIP_INLINE void keep_values(const CrossEntropy& args, const T* logits, float
   });
 }
 
-// What the first passes find of a row: the largest value t, log(sum exp(t - largest)), the mean of t, and the entropy
-// of the probabilities (of values only).
+// What the first passes find of a row: the largest value t, log(sum exp(t - largest)), the mean of t - largest, and the
+// entropy of the probabilities (of values only). A mean of t itself would lose the digits of a common offset.
 struct RowSums {
-  float largest, log_sum, mean, entropy;
+  float largest, log_sum, mean_below, entropy;
 };
 
 // kept: where exponentials are to be kept, or null. next: a row to be prefetched meanwhile.
@@ -83,18 +83,18 @@ ONETRIP_INLINE RowSums sum_row(const CrossEntropy& args, Source source, float* k
   });
   const float largest = largest_of_chains(tops);
   const F shift = splat(largest == -kInfinity ? 0.0f : largest);
-  F exponentials = {}, products = {}, plain = {};  // sums of e = exp(t - largest), of e * (t - largest), of t
+  F exponentials = {}, products = {}, plain = {};  // sums of e = exp(below), of e * below, of below = t - largest
   for (int64_t block = 0; block < args.n_cols; block += kBlockColumns) {
     F sums[kChains] = {}, weighted[kChains] = {}, totals[kChains] = {};
     for_columns_of<kChains, T>(
         block, smaller(block + kBlockColumns, args.n_cols), [&](int64_t c, auto lanes, int chain) {
           __builtin_prefetch(next + c, 0, 3);
-          const auto t = source.at(c, lanes);
-          const auto below = map([&](F v) { return v - shift; }, fill_lanes(t, lanes, -kInfinity));
+          const auto all = map([&](F v) { return v - shift; }, source.at(c, lanes));
+          const auto below = fill_lanes(all, lanes, -kInfinity);
           const auto e = map([&](F v) { return exp_nonpositive_for<T>(v); }, below);
           if constexpr (kKeeps) keep(kept + c, e);
           add(sums + chain, e);
-          add(totals + chain, t);
+          add(totals + chain, fill_lanes(all, lanes, 0.0f));
           if constexpr (Source::kAreValues)
             add(weighted + chain, map([&](F p, F v) { return p * larger_number(splat(kLowest), v); }, e, below));
         });
@@ -188,7 +188,7 @@ void cross_entropy_rows(const CrossEntropy& args, int64_t first_row, int64_t end
       }
       const float lse = row.largest + row.log_sum, smoothing = args.label_smoothing;
       loss = (1.0f - smoothing) * (row.log_sum - (t - row.largest)) + args.lse_square_scale * lse * lse;
-      if (smoothing != 0.0f) loss += smoothing * (row.log_sum - (row.mean - row.largest));
+      if (smoothing != 0.0f) loss += smoothing * (row.log_sum - row.mean_below);
       if (dlogits) {
         const Factors factors = factors_of(args, i, row);
         const auto store_from = [&](auto source) __attribute__((always_inline)) {

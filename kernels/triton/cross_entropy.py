@@ -100,7 +100,7 @@ def _cross_entropy_kernel(
         index = tl.where(is_wrong, 0, label).to(tl.int32)
         # Before the first reduction: no warp has overwritten it yet.
         t_label, _slope = _load_values(logits_ptr, index, n_cols, scale, softcap, HAS_CAP)
-        mean = 0.0
+        mean_below = 0.0
         entropy = 0.0
         if HAS_STATS:
             largest = tl.load(stats_ptr + 2 * row)
@@ -109,12 +109,11 @@ def _cross_entropy_kernel(
             largest = tl.full([], float("-inf"), tl.float32)
             totals = tl.zeros([BLOCK_COLS], tl.float32)
             products = tl.zeros([BLOCK_COLS], tl.float32)
-            plain = tl.zeros([BLOCK_COLS], tl.float32)
+            plain = tl.zeros([BLOCK_COLS], tl.float32)  # sums of t - the largest so far
+            moved = 0.0  # what their total lacks of t - largest
             for first_col in range(0, n_cols, BLOCK_COLS):
                 cols = first_col + tl.arange(0, BLOCK_COLS)
                 t, slope = _load_values(logits_ptr, cols, n_cols, scale, softcap, HAS_CAP)
-                if WANTS_ALL:
-                    plain += t
                 t = tl.where(cols < n_cols, t, float("-inf"))
                 before = largest
                 largest = tl.maximum(largest, tl.max(t, axis=0))
@@ -124,6 +123,8 @@ def _cross_entropy_kernel(
                 below = t - shift
                 e = exp(below)
                 if WANTS_ALL:
+                    plain += tl.where(cols < n_cols, below, 0.0)
+                    moved += tl.where(first_col == 0, 0.0, first_col * step)
                     products = factor * (products + totals * tl.maximum(step, _LOWEST)) + e * tl.where(
                         below < _LOWEST, _LOWEST, below
                     )
@@ -131,14 +132,14 @@ def _cross_entropy_kernel(
             total = tl.sum(totals, axis=0)
             log_sum = tl.log(total)
             if WANTS_ALL:
-                mean = tl.sum(plain, axis=0) / n_cols
+                mean_below = (tl.sum(plain, axis=0) + moved) / n_cols
                 entropy = log_sum - tl.sum(products, axis=0) / total
         log_sum = tl.where(is_wrong, float("nan"), log_sum)
         lse = largest + log_sum
         if loss_ptr is not None:
             loss = (1.0 - label_smoothing) * (log_sum - (t_label - largest)) + lse_square_scale * lse * lse
             if HAS_SMOOTHING:
-                loss += label_smoothing * (log_sum - (mean - largest))
+                loss += label_smoothing * (log_sum - mean_below)
             tl.store(loss_ptr + row, loss)
         if entropy_ptr is not None:
             tl.store(entropy_ptr + row, entropy + (log_sum - log_sum))

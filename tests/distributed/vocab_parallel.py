@@ -103,11 +103,12 @@ def special_values() -> None:
     """Large logits, impossible classes, ignored rows, rows that are spoilt; ignore_index may be a class."""
     hidden, weight, bias, labels = operands(torch.float32)
     shifted = (bias.detach() + 1e4).requires_grad_()
-    truth, theirs = (
-        whole(dtype, (hidden, weight, shifted), logits_loss(labels)) for dtype in (torch.float64, torch.float32)
-    )
-    for ours, other, exact in zip(sliced(hidden, weight, labels, shifted), theirs, truth, strict=True):
-        assert_like_torch(ours, other, exact, terms=42)
+    for given, options in ((hidden, {}), (torch.zeros_like(hidden), {"label_smoothing": 0.1})):  # exact logits
+        torchs = logits_loss(labels, **options)
+        truth, theirs = (whole(dtype, (given, weight, shifted), torchs) for dtype in (torch.float64, torch.float32))
+        found = sliced(given, weight, labels, shifted, **options)
+        for ours, other, exact in zip(found, theirs, truth, strict=True):
+            assert_like_torch(ours, other, exact, terms=42)
 
     impossible = bias.detach().clone()
     impossible[:160] = -torch.inf  # a whole slice of them

@@ -129,6 +129,12 @@ def test_a_maximum_that_moves(blocks, plan):
 
 
 @every_kernel
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_a_common_offset_takes_no_digits_of_label_smoothing(blocks, offset):
+    check(logits_of(5, 100) + offset, CrossEntropyPlan(-100, label_smoothing=0.1))
+
+
+@every_kernel
 @every_dtype
 def test_special_rows(blocks, dtype):
     """Wrong labels make NaN of their row, ignored rows are zero whatever they hold, -inf has probability 0."""

@@ -116,23 +116,25 @@ class _SlicedRows:
     def _exchange(self, logits: Tensor, columns: _Columns, t: Tensor, plan: CrossEntropyPlan) -> RowStatistics:
         """Loss and stats of whole rows. t: _label_values."""
         smoothing = plan.label_smoothing
-        # With label_smoothing 1 the loss of a slice is its lse - mean(t).
+        # With label_smoothing 1 the loss of a slice is its log_sum - mean(t - largest).
         sliced = plan._replace(ignore_index=NO_INDEX, label_smoothing=float(smoothing > 0.0), lse_square_scale=0.0)
         loss, stats, _ = self.functions.forward(logits, columns.labels, sliced)
         mine = [*stats.unbind(1), t.masked_fill(~columns.is_here, 0.0)]
         if smoothing:
-            mine.append((stats.sum(1) - loss) * (logits.shape[1] / self.part.n_classes))
+            mine.append(stats[:, 1] - loss)
         found = torch.stack(mine)
         of_ranks = found.new_empty((self.part.n_ranks, *found.shape))
         dist.all_gather(list(of_ranks.unbind(0)), found, group=self.part.group)
-        tops, log_sums, *sums = of_ranks.unbind(1)
-        t_label, *mean = (each.sum(0) for each in sums)
-        largest = tops.amax(0)
+        tops, log_sums, label_values, *means_below = of_ranks.unbind(1)
+        t_label, largest = label_values.sum(0), tops.amax(0)
         log_sum = torch.logsumexp(tops - largest.masked_fill(largest == -torch.inf, 0.0) + log_sums, 0)
         lse = largest + log_sum
         loss = (1.0 - smoothing) * (log_sum - (t_label - largest)) + plan.lse_square_scale * lse * lse
         if smoothing:
-            loss = loss + smoothing * (log_sum - (mean[0] - largest))
+            firsts = torch.arange(0, self.part.n_classes, self.part.most, device=logits.device)
+            shares = (self.part.n_classes - firsts).clamp(max=self.part.most)[:, None].to(loss.dtype)
+            below = (shares / self.part.n_classes * (means_below[0] + (tops - largest))).sum(0)
+            loss = loss + smoothing * (log_sum - below)
         return RowStatistics(loss.masked_fill(columns.is_ignored, 0.0), torch.stack([largest, log_sum], 1), None)
 
 

@@ -68,7 +68,7 @@ def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entrop
     lse = largest + log_sum
     loss = (1.0 - plan.label_smoothing) * (log_sum - (t.gather(1, index) - largest))
     if plan.label_smoothing:
-        loss = loss + plan.label_smoothing * (log_sum - (t.mean(dim=1, keepdim=True) - largest))
+        loss = loss + plan.label_smoothing * (log_sum - below.mean(dim=1, keepdim=True))
     loss = (loss + plan.lse_square_scale * lse * lse)[:, 0].masked_fill(ignored[:, 0], 0.0)  # no view
     entropy = None
     if wants_entropy:
