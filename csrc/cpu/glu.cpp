@@ -135,7 +135,11 @@ template <class Act>
 struct Formula : Act {
   explicit Formula(const ClampedGlu&) {}
   static ONETRIP_INLINE F factor(F up) { return up; }
-  static ONETRIP_INLINE F gradient_of_gate(F, F gradient) { return gradient; }
+  static ONETRIP_INLINE F gradient_of_gate(F gate, F gradient) {
+    // An infinite up or dy times the slope 0 is NaN. Torch's relu gives 0.
+    if constexpr (std::is_same_v<Act, Relu2>) return (F)((U)gradient & ~(U)(gate <= 0.0f));
+    return gradient;
+  }
   static ONETRIP_INLINE F gradient_of_up(F, F gradient) { return gradient; }
 };
 

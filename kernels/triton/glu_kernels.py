@@ -299,10 +299,10 @@ def _glu_bwd_kernel(
             tl.store(dup_rows + cols, dup.to(dup_ptr.dtype.element_ty), mask=inside)
         if INTERLEAVED or up_ptr is not None:
             g *= _factor(up, limit, up_offset, CLAMPED)
-        if ACTIVATION == 4:
-            g = tl.where(slope == 0.0, 0.0, g)
-        else:
+        if ACTIVATION != 4:
             g *= slope
+        if ACTIVATION == 3 or ACTIVATION == 4:  # relu2, relu: 0 even where up or dy is infinite or NaN
+            g = tl.where(slope == 0.0, 0.0, g)
         if CLAMPED:
             g = tl.where(x <= limit, g, 0.0)
         if dgate_ptr is not None:

@@ -148,6 +148,10 @@ def test_tails_and_special_values(activation):
     assert not glu.forward(operands, plan)[:, -4:].isnan().any()
     dx = glu.backward(torch.ones_like(x), operands, plan, (True, False, False)).gate
     assert dx is not None and not dx[:, -4:].isnan().any() and dx[0, 400].isnan() != (activation == "relu")
+    if activation in ("relu", "relu2"):
+        infinite = torch.full_like(x, torch.inf)
+        dx = glu.backward(infinite, Operands(x, infinite), plan, (True, False, False)).gate
+        assert dx is not None and (dx[x <= 0.0] == 0.0).all()
     if activation == "gelu":  # as exact in the tail
         inner = (x > -12.0) & (x < -1.0)
         y, exact = glu.forward(operands, plan)[inner].double(), formula.forward(Operands(x.double()), plan)[inner]

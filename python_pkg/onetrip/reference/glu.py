@@ -165,10 +165,10 @@ def backward(
     gradient = dropout(dy.to(x.dtype), plan.dropout_p, rng)
     dup = gradient * _activation(x, plan) if up is not None else None
     dx = gradient if up is None else gradient * up
-    if plan.activation == "relu":  # where x is NaN the gradient passes, as in torch
-        dx = torch.where(x <= 0.0, torch.zeros_like(dx), dx)
-    else:
+    if plan.activation != "relu":
         dx = dx * _slope(x, plan)
+    if plan.activation in ("relu", "relu2"):  # as torch's relu: 0 even of an infinite gradient; passes where x is NaN
+        dx = torch.where(x <= 0.0, torch.zeros_like(dx), dx)
     if plan.limit is not None and factor is not None and dup is not None:  # as torch.clamp's, also of NaN
         dx = torch.where(gate <= plan.limit, dx, torch.zeros_like(dx))
         dup = torch.where(factor.abs() <= plan.limit, dup, torch.zeros_like(dup))

@@ -78,11 +78,17 @@ def test_relu_saves_its_result_only(target, p):
     assert [each.tensor.data_ptr() for each in saved] == [y.data_ptr(), bias.data_ptr()]
 
 
-def test_relu_passes_gradients_as_torch_does(target):
-    """Where x is NaN, and not where x is negative, whatever the gradient is."""
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_relu_passes_gradients_as_torch_does(target, activation):
+    """Where x is NaN, and not where x is negative, whatever the gradient and up are."""
     x = torch.tensor([[-1.0, 0.0, 1.0, torch.nan, -torch.inf, torch.inf]], device=target.device).requires_grad_()
     for value in (2.0, torch.inf, torch.nan):
-        dy = torch.full_like(x, value)
-        (ours,) = torch.autograd.grad(ops.bias_activation(x, None, "relu"), x, dy)
-        (torchs,) = torch.autograd.grad(torch.relu(x), x, dy)
-        torch.testing.assert_close(ours, torchs, equal_nan=True)
+        given, ones = torch.full_like(x, value), torch.ones_like(x)
+        for dy, up, y in (
+            (given, None, ops.bias_activation(x, None, activation)),
+            (ones, given, ops.glu(x, given, activation)),
+            (ones, given, ops.glu_packed(torch.cat([x, given], 1), activation)),
+        ):
+            (ours,) = torch.autograd.grad(y, x, dy)
+            (torchs,) = torch.autograd.grad(unfused(x, up, activation=activation), x, dy)
+            torch.testing.assert_close(ours, torchs, equal_nan=True)
