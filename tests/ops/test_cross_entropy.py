@@ -326,11 +326,12 @@ BAD = {
     "bias-shape": ((H, W, Y, W[0]), {}, ValueError, r"bias must have shape \(5,\), got \(3,\)"),
     "smoothing": ((H, W, Y), {"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\]"),
     "softcap": ((H, W, Y), {"softcap": 0.0}, ValueError, "softcap must be None or > 0, got 0"),
+    "softcap-overflow": ((H, W, Y), {"softcap": 1e300}, ValueError, "softcap must be finite and 0 or normal"),
     "z-loss": ((H, W, Y), {"lse_square_scale": math.nan}, ValueError, "lse_square_scale must be finite"),
     "reduction": ((H, W, Y), {"reduction": "max"}, ValueError, "reduction must be one of"),
     "ignore_index": ((H, W, Y), {"ignore_index": None}, TypeError, "ignore_index must be an int"),
-    "ignore_index-2^63": ((H, W, Y), {"ignore_index": 2**63}, ValueError, f"ignore_index must be an int64, got {2**63}"),
-    "ignore_index-low": ((H, W, Y), {"ignore_index": -(2**63) - 1}, ValueError, "ignore_index must be an int64, got -9"),
+    "ignore_index-2^63": ((H, W, Y), {"ignore_index": 2**63}, ValueError, "ignore_index must be an int64, got 9223"),
+    "ignore_index-low": ((H, W, Y), {"ignore_index": -(2**63) - 1}, ValueError, "ignore_index must be an int64, got -"),
     "chunk_rows": ((H, W, Y), {"chunk_rows": 0}, ValueError, "chunk_rows must be None or an int >= 1, got 0"),
     "unknown": ((H, W, Y), {"weights": 1}, TypeError, "unknown argument 'weights'"),
 }
@@ -353,6 +354,8 @@ def test_wrong_arguments_of_the_others():
         ops.linear_logprobs(H, W, Y - 100)
     with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be > 0"):
         ops.linear_logprobs(H, W, Y, temperature=0.0)
+    with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be finite and 0 or normal in float32"):
+        ops.linear_logprobs(H, W, Y, temperature=1e-40)
 
 
 def test_module():

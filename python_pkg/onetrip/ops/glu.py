@@ -129,7 +129,7 @@ def bias_activation(
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap), in one pass: the soft cap of logits and of attention scores (Gemma 2, 2024).
 
-    x: (*, n), as gate in glu. cap: > 0, finite. Saves x only. The rest is as in glu.
+    x: (*, n), as gate in glu. cap: > 0, finite and normal in float32. Saves x only. The rest is as in glu.
     """
     function = "softcap"
     check_finite(function, "cap", cap)

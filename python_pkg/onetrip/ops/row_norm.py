@@ -11,7 +11,6 @@ formulas are composed of torch's operators instead.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import inf
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -23,6 +22,8 @@ from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operands, OperandTuple, Outputs, RowNormPlan
 from .common.backends import HALF, KERNEL_DTYPES, check_composed, choose
 from .common.checks import (
+    LARGEST,
+    SMALLEST_NORMAL,
     check_eps,
     check_finite,
     check_like,
@@ -344,7 +345,7 @@ def row_norm(
         and type(eps) is float
         and eps >= 0.0
         and type(weight_offset) is float
-        and (weight_offset == 0.0 or (operands[3] is not None and -inf < weight_offset < inf))
+        and (weight_offset == 0.0 or (operands[3] is not None and SMALLEST_NORMAL <= weight_offset <= LARGEST))
         and type(dropout_p) is float
         and 0.0 <= dropout_p <= 1.0
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import NoReturn
 
@@ -12,6 +11,8 @@ from torch import Tensor
 from .backends import KERNEL_DTYPES
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+SMALLEST_NORMAL, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 _OF_TORCH = {
     "dim": "rows are the last dimension; transpose the input for another one",
@@ -105,10 +106,10 @@ def check_eps(function: str, eps: float) -> None:
 
 
 def check_finite(function: str, argument: str, value: float) -> None:
-    """A number, neither NaN nor infinite."""
+    """A number that kernels, which compute in float32, can divide by: 0, or a normal float32."""
     check_number(function, argument, value)
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{function}: {argument} must be finite, got {value}")
+    if value != 0.0 and not SMALLEST_NORMAL <= abs(value) <= LARGEST:
+        raise ValueError(f"{function}: {argument} must be finite and 0 or normal in float32, got {value}")
 
 
 def check_number(function: str, argument: str, value: object) -> None:
