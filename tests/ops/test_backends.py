@@ -66,7 +66,7 @@ def test_the_native_library_is_there_where_a_compiler_is():
 def test_reference_is_always_there_and_last():
     for device in ("cpu", CPU, "meta", "cuda:0"):
         assert onetrip.available_backends(device)[-1] == "reference"
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"^available_backends: device must be .*, got 'no such device'"):
         onetrip.available_backends("no such device")
 
 

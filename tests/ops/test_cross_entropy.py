@@ -341,6 +341,9 @@ BAD = {
 def test_wrong_arguments(arguments, options, error, message):
     with pytest.raises(error, match=f"^linear_cross_entropy: {message}"):
         ops.linear_cross_entropy(*arguments, **options)
+    if options and "unknown" not in message:
+        with pytest.raises(error, match=f"^LinearCrossEntropyLoss: {message}"):
+            nn.LinearCrossEntropyLoss(**options)
 
 
 def test_wrong_arguments_of_the_others():
@@ -352,6 +355,8 @@ def test_wrong_arguments_of_the_others():
         ops.linear_logprobs(H, W, Y - 100)
     with Watching(), pytest.raises(ValueError, match=r"^linear_logprobs: tokens must be in \[0, 5\), got -100"):
         ops.linear_logprobs(H, W, Y - 100)
+    with pytest.raises(TypeError, match=r"^linear_logprobs: return_entropy must be a bool, got 'x'"):
+        ops.linear_logprobs(H, W, Y, return_entropy="x")
     with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be > 0"):
         ops.linear_logprobs(H, W, Y, temperature=0.0)
     with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be finite and 0 or normal in float32"):

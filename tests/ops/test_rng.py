@@ -116,7 +116,7 @@ def test_mask_shapes(shape):
     ids=str,
 )
 def test_wrong_arguments_of_the_mask_are_refused(error, arguments):
-    with pytest.raises(error, match=r"^dropout_keep_mask: (shape|rng|dropout_p) must be"):
+    with pytest.raises(error, match=r"^dropout_keep_mask: (shape|rng|dropout_p) must be (?!None)"):
         ops.dropout_keep_mask(*arguments)
 
 

@@ -165,6 +165,7 @@ NUMBERS: dict[str, tuple[str, Any, type[Exception], str]] = {
     "cast_list": ("cast_before_weight", [], ValueError, 'must be False, True or "weight", got []'),
     "cast_tensor": ("cast_before_weight", torch.ones(2), ValueError, 'must be False, True or "weight", got tensor'),
     "cast_one": ("cast_before_weight", 1, ValueError, 'must be False, True or "weight", got 1'),
+    "residual_one": ("return_residual", 1, TypeError, "must be a bool, got 1"),
     "norm": ("norm", "batch", ValueError, 'must be "layer" or "rms", got \'batch\''),
     "p_above_one": ("dropout_p", 1.5, ValueError, "must be in [0, 1], got 1.5"),
     "p_below_zero": ("dropout_p", -0.1, ValueError, "must be in [0, 1], got -0.1"),
@@ -205,6 +206,11 @@ def test_an_offset_without_a_weight(function):
         with pytest.raises(ValueError, match=f"^{make_module.__name__}: weight_offset must be 0 without a weight"):
             make_module(6, elementwise_affine=False, weight_offset=0.5)
         make_module(6, elementwise_affine=False)
+
+
+def test_a_module_that_returns_its_residual():
+    with pytest.raises(TypeError, match=r"^BiasDropoutResidualNorm: return_residual must be a bool, got 1"):
+        nn.BiasDropoutResidualNorm(6, return_residual=1)
 
 
 def test_a_cast_order_of_a_layer_norm():

@@ -274,8 +274,8 @@ def test_module():
     assert (trained == 0.0).sum() > (module.eval()(scores) == 0.0).sum()
     assert_bitwise(module(scores), ops.softmax(scores, scale=0.5, causal=True))
     assert not module.state_dict() and "p=0.4" in repr(module)
-    for bad in ({"p": 1.5}, {"scale": math.nan}):
-        with pytest.raises(ValueError, match=r"^Softmax: "):
+    for error, bad in ((ValueError, {"p": 1.5}), (ValueError, {"scale": math.nan}), (TypeError, {"causal": 1})):
+        with pytest.raises(error, match=r"^Softmax: "):
             nn.Softmax(**bad)
 
 

@@ -81,6 +81,14 @@ def test_a_value_that_turns_wrong_later_is_refused_at_the_step(argument, value, 
     assert same(snapshot(optimizer), before)
 
 
+@pytest.mark.parametrize("key", ["lr", "betas", "optim_bits"])
+def test_a_group_that_lost_a_key(key):
+    optimizer = AdamW8bit([{"params": [p]} for p in make_params()[:2]])
+    del optimizer.param_groups[1][key]
+    with pytest.raises(ValueError, match=rf"^AdamW8bit: param_groups\[1\] must have '{key}'"):
+        train(optimizer, range(1))
+
+
 UNKNOWN = "AdamW8bit: params must be dense float32, float16 or bfloat16 tensors, got {} .* for parameter 1"
 
 

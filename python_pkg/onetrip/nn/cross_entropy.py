@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import linear_cross_entropy
+from ..ops.cross_entropy import check_chunk_rows, checked_plan, linear_cross_entropy
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -28,6 +28,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         n_classes: int | None = None,
     ) -> None:
         super().__init__()
+        function = "LinearCrossEntropyLoss"
+        checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
+        check_chunk_rows(function, chunk_rows)
         self.ignore_index, self.label_smoothing, self.softcap = ignore_index, label_smoothing, softcap
         self.lse_square_scale, self.reduction, self.chunk_rows = lse_square_scale, reduction, chunk_rows
         self.process_group, self.n_classes = process_group, n_classes

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ..ops import bias_dropout_residual, bias_dropout_residual_norm
 from ..ops import row_norm as ops
-from ..ops.common.checks import check_eps, check_probability
+from ..ops.common.checks import check_bool, check_eps, check_probability
 from ..reference.row_norm import NORM_LAYER, NORM_RMS
 
 
@@ -148,6 +148,7 @@ class BiasDropoutResidualNorm(torch.nn.Module):
         check_eps("BiasDropoutResidualNorm", eps)
         ops.check_weight_offset("BiasDropoutResidualNorm", weight_offset, elementwise_affine)
         ops.check_cast("BiasDropoutResidualNorm", cast_before_weight, norm)
+        check_bool("BiasDropoutResidualNorm", "return_residual", return_residual)
         self.n_cols, self.p, self.eps, self.return_residual = n_cols, p, eps, return_residual
         self.norm: Literal["layer", "rms"] = norm
         self.weight_offset, self.cast_before_weight = weight_offset, cast_before_weight

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops import softmax
-from ..ops.common.checks import check_finite, check_probability
+from ..ops.common.checks import check_bool, check_finite, check_probability
 
 
 class Softmax(torch.nn.Module):
@@ -18,6 +18,7 @@ class Softmax(torch.nn.Module):
     def __init__(self, scale: float = 1.0, causal: bool = False, p: float = 0.0) -> None:
         super().__init__()
         check_finite("Softmax", "scale", scale)
+        check_bool("Softmax", "causal", causal)
         check_probability("Softmax", "p", p)
         self.scale, self.causal, self.p = scale, causal, p
 

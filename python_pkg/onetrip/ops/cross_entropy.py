@@ -17,7 +17,15 @@ from torch.nn.functional import linear
 from ..reference import cross_entropy as reference
 from ..reference.cross_entropy import CrossEntropyPlan
 from .common.backends import KERNEL_DTYPES, check_composed, choose
-from .common.checks import check_device, check_finite, check_int64, check_probability, check_rows, raise_unknown
+from .common.checks import (
+    check_bool,
+    check_device,
+    check_finite,
+    check_int64,
+    check_probability,
+    check_rows,
+    raise_unknown,
+)
 from .common.native import as_rows, in_memory, read
 from .common.tracing import (
     autocast_dtype,
@@ -70,7 +78,7 @@ def cross_entropy(
     function = "cross_entropy"
     if unknown:
         raise_unknown(function, unknown)
-    plan = _checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
+    plan = checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
     found = -1 if is_compiling() else read.labels(plan.ignore_index, labels, logits)
     if found < 0:
         check_rows(function, "logits", logits)
@@ -149,10 +157,9 @@ def linear_cross_entropy(
             lse_square_scale=lse_square_scale, reduction=reduction, chunk_rows=chunk_rows, process_group=process_group,
             n_classes=n_classes,
         )  # fmt: skip
-    plan = _checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
+    plan = checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
     found = _check_operands(function, hidden, weight, bias, "labels", labels, plan, process_group is None)
-    if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
-        raise ValueError(f"{function}: chunk_rows must be None or an int >= 1, got {chunk_rows!r}")
+    check_chunk_rows(function, chunk_rows)
     part = _slice_of(function, weight, process_group, n_classes)
     if reduction == "none":
         loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows, part=part)
@@ -202,6 +209,7 @@ def linear_logprobs(
     if unknown:
         raise_unknown(function, unknown)
     found = _check_operands(function, hidden, weight, bias, "tokens", tokens, _TOKENS)
+    check_bool(function, "return_entropy", return_entropy)
     check_finite(function, "temperature", temperature)
     if not temperature > 0.0:
         raise ValueError(f"{function}: temperature must be > 0, got {temperature}")
@@ -295,7 +303,7 @@ def _reduced(loss: Tensor, labels: Tensor, plan: CrossEntropyPlan, reduction: st
     return total * mean_weight(labels, None, plan.ignore_index, loss.dtype) if reduction == "mean" else total
 
 
-def _checked_plan(
+def checked_plan(
     function: str, ignore_index: int, label_smoothing: float, softcap: float | None, lse_square_scale: float,
     reduction: str,
 ) -> CrossEntropyPlan:  # fmt: skip
@@ -315,6 +323,11 @@ def _checked_plan(
     if reduction not in REDUCTIONS:
         raise ValueError(f"{function}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     return CrossEntropyPlan(ignore_index, float(label_smoothing), float(softcap or 0.0), float(lse_square_scale), 1.0)
+
+
+def check_chunk_rows(function: str, chunk_rows: object) -> None:
+    if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
+        raise ValueError(f"{function}: chunk_rows must be None or an int >= 1, got {chunk_rows!r}")
 
 
 def _check_labels(function: str, argument: str, labels: Tensor, of: str, rows: Tensor) -> None:

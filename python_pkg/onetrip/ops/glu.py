@@ -19,7 +19,15 @@ from ..reference import glu as reference
 from ..reference.glu import ACTIVATIONS, SOFTCAP, GluPlan, Operands
 from ..reference.philox import Rng
 from .common.backends import KERNEL_DTYPES, check_composed, choose
-from .common.checks import check_finite, check_like, check_number, check_parameter, check_probability, check_rows
+from .common.checks import (
+    check_bool,
+    check_finite,
+    check_like,
+    check_number,
+    check_parameter,
+    check_probability,
+    check_rows,
+)
 from .common.native import read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import path_of, path_of_plain_tensors, reject_onnx_export
@@ -85,10 +93,8 @@ def glu_packed(
     Returns (*, n). The rest is as in glu.
     """
     function = "glu_packed"
-    if not isinstance(gate_first, bool):
-        raise TypeError(f"{function}: gate_first must be a bool, got {gate_first!r}")
-    if not isinstance(interleaved, bool):
-        raise TypeError(f"{function}: interleaved must be a bool, got {interleaved!r}")
+    check_bool(function, "gate_first", gate_first)
+    check_bool(function, "interleaved", interleaved)
     if interleaved and not (gate_first and activation == "silu"):
         given = f"{activation!r} and gate_first={gate_first}"
         raise ValueError(f"{function}: interleaved needs activation 'silu' and gate_first=True, got {given}")

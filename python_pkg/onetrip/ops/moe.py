@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..reference import moe as reference
 from .common.backends import KERNEL_DTYPES, check_composed, choose
-from .common.checks import check_device, check_int64, check_rows
+from .common.checks import DTYPES, check_device, check_int64, check_rows
 from .common.tracing import path_of, reject_onnx_export
 from .moe_autograd import apply_combine, apply_dispatch, combine, dispatch
 
@@ -48,8 +48,8 @@ def moe_combine(
         check_device(function, "weights", weights, y, "y")
     if dtype is None:
         dtype = y.dtype if weights is None else torch.promote_types(y.dtype, weights.dtype)
-    elif not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"{function}: dtype must be a floating-point dtype, got {dtype!r}")
+    elif not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise TypeError(f"{function}: dtype must be float32, float16, bfloat16 or float64, got {dtype!r}")
     path = path_of(y, places, weights)
     if path == "composed":
         check_composed(function, y.device, "moe")

@@ -24,6 +24,7 @@ from .common.backends import HALF, KERNEL_DTYPES, check_composed, choose
 from .common.checks import (
     LARGEST,
     SMALLEST_NORMAL,
+    check_bool,
     check_eps,
     check_finite,
     check_like,
@@ -166,6 +167,7 @@ def bias_dropout_residual_norm(
         raise ValueError(f'{function}: norm must be "layer" or "rms", got {norm!r}')
     if cast_before_weight is not False:
         check_cast(function, cast_before_weight, norm)
+    check_bool(function, "return_residual", return_residual)
     return norm_of_sum(
         x,
         residual,

@@ -22,6 +22,7 @@ from .common.checks import (
     DTYPES,
     LARGEST,
     SMALLEST_NORMAL,
+    check_bool,
     check_dense,
     check_device,
     check_finite,
@@ -148,8 +149,7 @@ def _check(
             )
         check_device(function, "mask", mask, scores, "scores")
     check_finite(function, "scale", scale)
-    if not isinstance(causal, bool):
-        raise TypeError(f"{function}: causal must be a bool, got {causal!r}")
+    check_bool(function, "causal", causal)
     if causal and scores.dim() < 2:
         raise ValueError(f"{function}: scores must have at least two dimensions with causal, got 1")
     check_probability(function, "dropout_p", dropout_p)

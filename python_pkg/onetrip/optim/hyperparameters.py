@@ -118,7 +118,11 @@ class Options:
 
     def read(self, param_groups: list[dict[str, Any]]) -> list[Group]:
         """Raises ValueError or TypeError for a wrong option. Only what has changed since the last call is checked."""
-        seen = [_settings(group) for group in param_groups]
+        try:
+            seen = [_settings(group) for group in param_groups]
+        except KeyError as error:
+            i = next(i for i, group in enumerate(param_groups) if error.args[0] not in group)
+            raise ValueError(f"{self._function}: param_groups[{i}] must have {error}") from None
         if seen != self._seen:
             for group in param_groups:
                 check_group(self._function, group, may_wait=False)

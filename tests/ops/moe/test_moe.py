@@ -180,7 +180,8 @@ BAD = {
         ValueError,
         "weights must be on the device of y, cpu, got meta",
     ),
-    "dtype": ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point dtype, got torch.int64"),
+    "dtype": ({"dtype": torch.int64}, TypeError, "dtype must be float32, .* or float64, got torch.int64"),
+    "dtype-8": ({"dtype": torch.float8_e4m3fn}, TypeError, "dtype must be float32, .*, got torch.float8_e4m3fn"),
 }
 
 

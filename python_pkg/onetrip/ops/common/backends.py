@@ -86,7 +86,10 @@ def available_backends(device: torch.device | str = "cpu") -> tuple[str, ...]:
 
     device: as torch.device takes it. Raises RuntimeError where torch does not know the device.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise RuntimeError(f"available_backends: device must be one that torch knows, got {device!r}") from error
     return tuple(name for name in BACKENDS if not unavailable_reason(name, device.type, device.index or 0))
 
 

@@ -63,6 +63,11 @@ def check_dense(function: str, argument: str, tensor: Tensor, dtypes: Collection
         raise TypeError(f"{function}: {argument} must be a dense (strided) tensor, got {kind}")
 
 
+def check_bool(function: str, argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{function}: {argument} must be a bool, got {value!r}")
+
+
 def check_int64(function: str, argument: str, tensor: Tensor) -> None:
     check_dense(function, argument, tensor, (torch.int64,), "int64")
 

@@ -17,12 +17,13 @@ _ANY_RNG = (0, 0)  # p = 1 drops all: the generator does not move
 _OFFSET_STEP = 4  # torch reserves Philox offsets in multiples of four
 
 
-def check_rng(function: str, rng: object) -> None:
+def check_rng(function: str, rng: object, may_be_none: bool = True) -> None:
     """rng must be None or a (seed, offset) pair of 64-bit ints, signed or unsigned."""
-    if rng is None:
+    if rng is None and may_be_none:
         return
     if not (isinstance(rng, tuple) and len(rng) == 2 and all(type(part) is int for part in rng)):
-        raise TypeError(f"{function}: rng must be None or a (seed, offset) pair of ints, got {rng!r}")
+        wanted = "None or a" if may_be_none else "a"
+        raise TypeError(f"{function}: rng must be {wanted} (seed, offset) pair of ints, got {rng!r}")
     if not all(-(2**63) <= part < 2**64 for part in rng):
         raise ValueError(f"{function}: rng must be a pair of 64-bit ints, got {rng!r}")
 
@@ -89,7 +90,5 @@ def dropout_keep_mask(
     if not isinstance(shape, (tuple, list)) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise TypeError(f"dropout_keep_mask: shape must be a tuple of sizes >= 0, got {shape!r}")
     check_probability("dropout_keep_mask", "dropout_p", dropout_p)
-    if rng is None:
-        raise TypeError("dropout_keep_mask: rng must be a (seed, offset) pair of ints, got None")
-    check_rng("dropout_keep_mask", rng)
+    check_rng("dropout_keep_mask", rng, may_be_none=False)
     return keep_mask(tuple(shape), dropout_p, rng, device)
