@@ -44,6 +44,12 @@ def run(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
+@modules
+def test_symbolic_trace_names_what_works_in_its_place(make_module):
+    with pytest.raises(TypeError, match=r"x must be a Tensor, got Proxy of torch.fx.*torch.export"):
+        torch.fx.symbolic_trace(make_module())
+
+
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_is_a_torch_module_with_torchs_arguments(ours, theirs):
     assert issubclass(ours, theirs)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ..ops import bias_dropout_residual, bias_dropout_residual_norm
 from ..ops import row_norm as ops
-from ..ops.common.checks import check_bool, check_eps, check_probability
+from ..ops.common.checks import check_bool, check_eps, check_probability, check_tensor
 from ..reference.row_norm import NORM_LAYER, NORM_RMS
 
 
@@ -20,8 +20,7 @@ def _over_normalized_shape(
 ) -> Tensor:
     """The norm over all dimensions of normalized_shape, which are one row."""
     function, shape = type(module).__name__, module.normalized_shape
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{function}: x must be a Tensor, got {type(x).__name__}")
+    check_tensor(function, "x", x)
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"{function}: x must end in the normalized_shape {tuple(shape)}, got {tuple(x.shape)}")
     weight: Tensor | None = module.weight

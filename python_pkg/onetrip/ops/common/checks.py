@@ -38,6 +38,8 @@ def check_tensor(function: str, argument: str, tensor: object) -> None:
         return
     is_shape = isinstance(tensor, int) or (isinstance(tensor, (tuple, list)) and all(type(n) is int for n in tensor))
     hint = "; rows are the last dimension, leave out dim and normalized_shape" if is_shape else ""
+    if isinstance(tensor, torch.fx.Proxy):
+        hint = " of torch.fx.symbolic_trace; record with torch.export, torch.compile or torch.jit.trace"
     raise TypeError(f"{function}: {argument} must be a Tensor, got {type(tensor).__name__}{hint}")
 
 
