@@ -272,6 +272,10 @@ NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counts-outside": (lambda: leaf(f"z = h; SEEN[:] = [1]; return self.gain * h * {ROOT}"), HAS_EFFECTS),
     "without-nan": (lambda: leaf(f"z = h = torch.nan_to_num(h); return self.gain * h * {ROOT}"), GUARDS),
     "without-nan-after": (lambda: leaf(f"z = h; return torch.nan_to_num(self.gain * h * {ROOT})"), GUARDS),
+    "counts-in-a-global": (lambda: leaf(f"global N; N = 1; z = h; return self.gain * h * {ROOT}"), HAS_EFFECTS),
+    "refuses-negative-inf": (
+        lambda: leaf(f"assert not h.isneginf().any(); z = h; return self.gain * h * {ROOT}"), GUARDS
+    ),
     "refuses-inf": (lambda: leaf(f"assert h.isfinite().all(); z = h; return self.gain * h * {ROOT}"), GUARDS),
     "channels-first": (lambda: ChannelsFirst(WIDTH), "unsupported_shape"),
     "channels-first-images": (lambda: ConvNextLike("channels_first"), OF_CHANNELS),

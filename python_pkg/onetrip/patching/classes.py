@@ -12,7 +12,6 @@ import copy
 import copyreg
 import difflib
 import inspect
-from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,10 +241,7 @@ def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[...
             "cannot compile fused forwards: call onetrip.unpatch_model(model) first, or use torch.jit.trace"
         )
 
-    # A metaclass of the user's may enter the class in a registry, or raise: its __new__ and __init__ do not run.
-    kind = type(original)
-    cls: Any = (ABCMeta if issubclass(kind, ABCMeta) else type).__new__(
-        kind,
+    cls: Any = type(original)(
         original.__name__,
         (_Unnoticed, original),
         {

@@ -338,6 +338,10 @@ def _resembles_block(module: nn.Module) -> bool:
     return has_linear and has_norm_or_dropout and takes_two and not any(child._modules for child in children)
 
 
+_META, _PLAIN = frozenset({"__new__", "__init__", "__setattr__"}), frozenset({"builtins", "abc", "typing"})
+"""What a metaclass runs for each class, and modules with metaclasses whose classes may be inherited from."""
+
+
 def _replaced(module: nn.Module) -> Unsuitable | None:
     """Why a change of the module's class would not change its forward, or not permanently."""
     state = vars(module)
@@ -349,6 +353,8 @@ def _replaced(module: nn.Module) -> Unsuitable | None:
         return Unsuitable("kernelized_already", "an onetrip module")
     if is_stacked(module):
         return STACKED
+    if _META & {name for kind in type(type(module)).__mro__ if kind.__module__ not in _PLAIN for name in vars(kind)}:
+        return Unsuitable("unknown_forward", "its metaclass sees every class that is made, a patched one too")
     if "_hf_hook" in state:
         return Unsuitable("hf_hook", f"accelerate's {type(module._hf_hook).__name__}")
     return None

@@ -29,7 +29,10 @@ def read_forward(function: Any, source: str = "", method: str = "forward") -> Fo
         return Unsuitable("unknown_forward", "has no parameters")
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Name(id="locals" | "vars" | "dir" | "eval" | "exec" as name)):
+            case (
+                ast.Call(func=ast.Name(id="locals" | "vars" | "dir" as name), args=[])
+                | ast.Call(func=ast.Name(id="eval" | "exec" as name))
+            ):
                 return Unsuitable("unknown_forward", f"calls {name}(), which sees its local names")
     return Forward(function, tree, method)
 

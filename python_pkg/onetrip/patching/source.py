@@ -215,15 +215,23 @@ def is_pure(function: Any, callers: tuple[Any, ...] = ()) -> bool:
 
 
 def has_effects(function: Any) -> bool:
-    """Whether its source shows that a function does more than to compute: calls whose results nothing reads (a log),
-    values given to attributes and items (a counter)."""
+    """Whether a function's own statements do more than to compute: they call something else than torch for no result (a
+    log), or give values to globals, attributes and items of what is not its own (a counter)."""
     tree = parse(function)
-    for node in () if isinstance(tree, Unsuitable) else ast.walk(tree):
+    if isinstance(tree, Unsuitable):
+        return False
+    own = {*function.__code__.co_varnames} - {each.arg for each in tree.args.args}
+    for node in ast.walk(tree):
         match node:
-            case ast.Expr(value=value) if not isinstance(value, ast.Constant):
+            case ast.Global() | ast.Nonlocal() | ast.Attribute(ctx=ast.Store()):
                 return True
-            case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()) if name in own:
+                pass
+            case ast.Subscript(ctx=ast.Store()):
                 return True
+            case ast.Expr(value=ast.Call(func=called)):
+                if getattr(resolve(called, function.__globals__), "__module__", None) != "torch":
+                    return True
     return False
 
 

@@ -116,12 +116,28 @@ def test_it_rounds_once(x: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast(dtype: torch.dtype, x: Tensor) -> None:
-    """A float32 constant makes float32 logits of autocast's; one in its dtype does not."""
+    """A float32 constant makes float32 logits of autocast's, which zeros only convert; one in its dtype does not."""
     model = randomised(Moved(scale=0.0)).to(dtype)
     model.body = nn.Identity()  # x is float32, as a norm's result
     with torch.autocast("cpu", torch.bfloat16):
         report = patch_and_compare(model, lambda: outcome(model, x), relative=0, patterns=PATTERN)
-    assert report.calls() == {"": (int(dtype == torch.bfloat16), 0)}
+    assert report.calls() == {"": (1, 0)}
+    for other, value in (({"dtype": torch.float64}, 0.0), ({}, 1.0)):
+        unpatch_model(model)
+        model.constant = torch.full((1, N_CLASSES), value, **other)
+        with torch.autocast("cpu", torch.bfloat16):
+            report = patch_and_compare(model, lambda: outcome(model, x), relative=0, patterns=PATTERN)
+        assert report.calls() == {"": (0, 0)}
+
+
+def test_what_fills_zeros_unseen_is_added(x: Tensor) -> None:
+    """Tensor.data leaves no trace that could be asked for on a GPU without waiting for it."""
+    model = randomised(Moved(scale=0.0))
+    patch_model(model, patterns=PATTERN)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        before = model(x)
+        model.constant.data.fill_(3.0)
+        torch.testing.assert_close(model(x), before + 3.0, rtol=2**-7, atol=2**-7)
 
 
 def test_a_buffer_of_an_inference_tensor(x: Tensor) -> None:

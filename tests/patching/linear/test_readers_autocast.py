@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip import anatomy
-from onetrip.measure import saved_tensors
 from onetrip.ops import row_norm_autograd
+from onetrip.ops.common.backends import HALF
 from onetrip.patching import patch_model, patched, unpatch_model
 from onetrip.patching.linear import readers
 from outcomes import Outcome, assert_agree, parameter_gradients
@@ -34,6 +34,7 @@ from patching_cases import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize("model", [TAIL_DROPOUT], indirect=True)  # without, rounding alone is worth 4e-2
@@ -274,19 +275,50 @@ class Repeated(nn.Module):
         return h
 
 
-def test_a_layer_that_runs_several_times_keeps_one_cast_of_its_weight(x: Tensor, monkeypatch: Any) -> None:
-    """From the second step on; as on a GPU, whose products a CPU does in two passes."""
-    monkeypatch.setattr(readers, "widens", lambda a, dtype, half=None: (half or a.dtype) != dtype)
+def wide(a: Tensor, dtype: torch.dtype, half: torch.dtype | None = None) -> bool:
+    """products.widens, as on a GPU: a CPU does such products in two passes."""
+    return (half or a.dtype) in HALF and dtype == torch.float32
+
+
+def test_layers_cast_a_weight_once_and_no_frozen_one(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that runs several times takes autocast's cast from then on."""
+    monkeypatch.setattr(readers, "widens", wide)
+    seen: list[Tensor] = []
+    original = readers.linear
+    monkeypatch.setattr(readers, "linear", lambda *given: (seen.append(given[1]), original(*given))[1])
+    model = randomised(Repeated()).train()
+    patch_model(model)
+    for n_steps in (1, 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(2.0 * x.requires_grad_())
+        assert len(seen) == n_steps
+        y.sum().backward()
+    model.tail.dense.weight.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(2.0 * x)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_of_layers_that_run_several_times(
+    use_reentrant: bool, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside a run without one, whose casts live while it runs again."""
+    monkeypatch.setattr(readers, "widens", wide)
     original = randomised(Repeated()).train()
+    original.tail.dropout.p = 0.0
     model = copy.deepcopy(original)
     patch_model(model)
 
-    def n_casts(each: nn.Module) -> int:
+    def gradients(each: nn.Module) -> Outcome:
+        each.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            _, saved = saved_tensors(lambda: each(2.0 * x.requires_grad_()))
-        weights = [each.tensor for each in saved if each.tensor.shape[-2:] == (WIDTH, WIDTH)]
-        return len({each.untyped_storage()._cdata for each in weights if each.dtype == torch.bfloat16})
+            first = checkpoint(each, 2.0 * x.requires_grad_(), use_reentrant=use_reentrant)
+            plain = each(2.0 * x)
+            last = checkpoint(each, 2.0 * x, use_reentrant=use_reentrant)
+            loss = (first * plain * last).float().square().mean()
+        loss.backward()
+        return parameter_gradients(each)
 
-    with torch.autocast("cpu", torch.bfloat16):
-        model(2.0 * x.requires_grad_())
-    assert n_casts(model) == n_casts(original) == 1
+    for _ in range(2):
+        assert_agree(gradients(model), gradients(original), 3e-2)

@@ -18,7 +18,7 @@ _IN_TORCH = hasattr(torch.ops.aten.addmm, "dtype_out") and hasattr(torch.ops.ate
 
 
 def widens(a: Tensor, dtype: torch.dtype, half: torch.dtype | None = None) -> bool:
-    """Whether one operator multiplies a, or a cast to half, into dtype."""
+    """Whether one operator multiplies a into dtype. half: dtype that a is cast to first."""
     is_half_on_gpu = (a.dtype if half is None else half) in HALF and (a.is_cuda or watched_as() == "cuda")
     return is_half_on_gpu and dtype == torch.float32 and _IN_TORCH and have_storage(a)
 

@@ -30,7 +30,6 @@ from ..classes import is_patched
 from ..forward import Forward, linear_at, places
 from ..rewriting import InForward, Rewriting
 from ..verify import check_function, kind_of
-from ..watched_logits import WatchedLogits
 
 PATTERN = "biased_logits"
 
@@ -127,32 +126,35 @@ def biased_logits(module: nn.Module, head: Any, x: Any, bias: Any, total: Callab
     """total(head(x), bias), where total is add or add_moved."""
     if not _is_bias(head, x, bias):
         return total(head(x), bias)
-    if bias.dtype == (calls.autocast_dtype(x) or x.dtype):
-        calls.count_fused(module)
-        return _biased(head, x, bias)
-    logits = head(x)
-    if type(logits) is not WatchedLogits or bias.dtype != torch.float32 or not is_exact(bias, None):
-        return total(logits, bias)
+    dtype = calls.autocast_dtype(x) or x.dtype
+    if bias.dtype != dtype and (bias.dtype != torch.float32 or not _answer(bias, None)):
+        return total(head(x), bias)
     calls.count_fused(module)
-    return logits.float()
+    logits = _biased(head, x, bias.to(dtype))
+    return logits if bias.dtype == dtype else logits.float()
 
 
-_exact: dict[int, tuple[weakref.ref[Tensor], int, torch.dtype | None, bool]] = {}
-"""id(constant) -> (constant, its version, a dtype, whether is_exact)."""
+_answers: dict[int, tuple[weakref.ref[Tensor], int, torch.dtype | None, bool]] = {}
+"""id(constant) -> (constant, its version, a dtype, whether it has the same values in that; without one, whether all are
+0). Asked once: a GPU would wait for it each time. Tensor.data changes a tensor without a new version: what is computed
+by an answer must be right without it, within rounding."""
 
 
-def is_exact(constant: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether a cast to dtype changes none of the values; of no dtype, whether all are 0, as BART's are. Asked once: a
-    GPU would wait for it each time."""
+def is_exact(constant: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cast to dtype changes none of the values."""
+    return _answer(constant, dtype)
+
+
+def _answer(constant: Tensor, dtype: torch.dtype | None) -> bool:
     if isinstance(constant, FakeTensor):  # has no values
         return True
     if constant.is_inference() or constant.is_meta or constant.requires_grad:
         return False
-    known = _exact.get(id(constant))
+    known = _answers.get(id(constant))
     if known is None or known[0]() is not constant or known[1:3] != (constant._version, dtype):
         same = torch.zeros_like(constant) if dtype is None else constant.to(dtype).to(constant.dtype)
         is_same = torch.equal(same, constant)
-        known = _exact[id(constant)] = calls.forgetting(constant, _exact), constant._version, dtype, is_same
+        known = _answers[id(constant)] = calls.forgetting(constant, _answers), constant._version, dtype, is_same
     return known[3]
 
 

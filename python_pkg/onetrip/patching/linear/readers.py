@@ -126,8 +126,8 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.has_cast = weight.dtype, not x.dtype == weight.dtype == cast.dtype
         if weight.dtype != cast.dtype:
-            whole, weight = weight, weight.to(cast.dtype)
-            _casts[whole] = weakref.ref(weight)
+            uncast, weight = weight, weight.to(cast.dtype)
+            _casts[uncast] = weakref.ref(weight)
         ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
         ctx.shape, ctx.readers, ctx.dropout, ctx.scale = x.shape, readers, dropout, scale
         readers.nodes.append(weakref.ref(ctx))
@@ -263,14 +263,12 @@ def linear_parts(dense: Any, x: Tensor, parent: nn.Module | None = None) -> tupl
 
     Under hooks on saved tensors it may not. A checkpoint must save the same when it runs again.
     """
-    if not _is_fusable(dense, x):
+    if not _is_fusable(dense, x) or calls.has_saved_tensor_hooks():
         return calls.linear_parts(dense, x)
-    if not _widens_gradient(dense, x, dense.weight):
-        if parent is None or calls.has_saved_tensor_hooks():
-            return calls.linear_parts(dense, x)
-        if parent not in _before_sums:
+    if parent not in _before_sums and not _widens_gradient(x, dense.weight):
+        if parent is not None:
             reads[id(x)] = _Read(calls.forgetting(x, reads), _state(x), None, weakref.ref(parent))
-            return calls.linear_parts(dense, x)
+        return calls.linear_parts(dense, x)
     product, _ = _read(parent or dense, x, dense.weight, None)
     return product, None if dense.bias is None else dense.bias.to(product.dtype)
 
@@ -282,28 +280,26 @@ def dropped_linear(dropout: Any, dense: Any, x: Tensor) -> calls.Branch:
 
 def multiplied(dense: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """nn.Linear.forward of dense, by this weight and bias."""
-    if not _is_fusable(dense, x) or not _widens_gradient(dense, x, weight):
+    if not _is_fusable(dense, x) or not _widens_gradient(x, weight):
         return functional.linear(x, weight, bias)
     return _read(dense, x, weight, bias)[0]
 
 
 _casts: Any = WeakIdKeyDictionary()
-"""Weight -> (weak reference to) its last cast."""
-
-_repeated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Layers that have run several times in one graph, as ALBERT's do: autocast keeps one cast of their weights."""
+"""Weight -> (weak reference to) its last cast, which lives as long as a graph keeps it."""
 
 
-def _widens_gradient(dense: nn.Module, x: Tensor, weight: Tensor) -> bool:
-    """Whether autocast's product of x has a gradient of the weight that need not be cast to the weight's dtype, at the
-    price of a cast of the weight, which a layer that runs only once has in any case."""
+def _widens_gradient(x: Tensor, weight: Tensor) -> bool:
+    """Whether autocast's product of x should leave the gradient of the weight in float32: it is not cast then.
+
+    The weight is cast for that. Another reader of it in the same graph (ALBERT runs a layer many times) takes
+    autocast's cast, as it would have. Not under hooks on saved tensors: a checkpoint must save the same when it runs
+    again, and knows nothing of casts that live.
+    """
     half = calls.autocast_dtype(x)
-    if half is None or dense in _repeated or not weight.requires_grad or not widens(x, weight.dtype, half):
+    if half is None or not weight.requires_grad or not widens(x, weight.dtype, half) or calls.has_saved_tensor_hooks():
         return False
-    if weight in _casts and _casts[weight]() is not None:
-        _repeated.add(dense)
-        return False
-    return True
+    return weight not in _casts or _casts[weight]() is None
 
 
 def read_as_residual(x: Tensor, result: Tensor) -> None:
