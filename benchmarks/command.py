@@ -154,8 +154,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, fewer rounds.")] = False,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write DIR/<machine>/<suite>.json. A checkout's default: benchmarks/results."),
+        Path | None, typer.Option(metavar="DIR", help="Write here. A checkout's default: benchmarks/results.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what DIR has of this code; reject other.")] = False,
     everything: Annotated[

@@ -143,7 +143,7 @@ def test_hub_model_that_cannot_be_had(run, monkeypatch):
         raise OSError("We couldn't connect to the hub.\nCheck your connection.")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
-    told = "owner/name cannot be loaded: We couldn't connect to the hub. HF_HUB_OFFLINE=1 asks the cache alone"
+    told = "owner/name cannot be loaded: We couldn't connect to the hub. With HF_HUB_OFFLINE=1 the cache alone"
     assert_bad_usage(run("anatomy", "owner/name"), told)
 
 

@@ -216,7 +216,7 @@ def main() -> None:
     try:
         app()
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         typer.echo(f"onetrip: {error.strerror}", err=True)
         os._exit(CHECK_FAILED)  # at exit Python would try to write the rest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from io import StringIO
 from itertools import compress, repeat
 from typing import Any
 
@@ -64,7 +65,8 @@ def render_table(table: Table) -> RichTable:
     """The table for rich, without columns of None alone. A bar of the first number ends each row of a grouped table."""
     entries = [[cell(entry) for entry in row] for row in table.rows]
     kept = [any(each.text != ABSENT for each in column) for column in zip(*entries, strict=True)]
-    columns = list(compress(table.columns, kept or repeat(True)))
+    kept[: 1 + table.grouped] = [True] * (1 + table.grouped)  # labels
+    columns = list(compress(table.columns, kept if entries else repeat(True)))
     rows = [list(compress(row, kept)) for row in entries]
     rich = RichTable(
         title=Text(table.caption),
@@ -101,22 +103,21 @@ def render(parts: Iterable[str | Table], title: str = "") -> Group:
     return Group(*([Text(title, "bold")] if title else []), *shown)
 
 
-def _console(width: int, **options: Any) -> Console:
-    """Standard output. width: of a file or a pipe, unless COLUMNS says otherwise."""
-    console = Console(**options)
-    known = console.is_terminal or "COLUMNS" in os.environ
-    console.width = max(console.width, _LEAST_WIDTH) if known else width
-    return console
+def _width(console: Console, otherwise: int) -> int:
+    """Of standard output. otherwise: of a file or a pipe, unless COLUMNS says it."""
+    return max(console.width, _LEAST_WIDTH) if console.is_terminal or "COLUMNS" in os.environ else otherwise
 
 
 def show(parts: Iterable[str | Table], width: int = 160) -> None:
     """Prints them on standard output. width: of a file or a pipe, unless COLUMNS says otherwise."""
-    _console(width).print(render(parts))
+    console = Console()
+    console.width = _width(console, width)
+    console.print(render(parts))
 
 
 def text(parts: Iterable[str | Table], width: int = 120) -> str:
-    """The same as a string, without colours."""
-    console = _console(width, color_system=None)
-    with console.capture() as captured:
-        console.print(render(parts))
-    return "\n".join(map(str.rstrip, captured.get().strip("\n").splitlines()))
+    """The same as a string, without colours. Nothing is written to standard output, which may be closed."""
+    into = StringIO()
+    console = Console(file=into, width=_width(Console(), width), color_system=None, force_jupyter=False)
+    console.print(render(parts))
+    return "\n".join(map(str.rstrip, into.getvalue().strip("\n").splitlines()))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import onetrip.patching.model
 import pytest
 import torch
+import typing_extensions
 from onetrip.patching import patch_model, patched, unpatch_model
 from onetrip.patching.calls import is_plain
 from onetrip.patching.classes import set_class
@@ -392,7 +393,11 @@ class OfAnAbstractMetaclass(Tail, metaclass=AbstractRegistry):
     pass
 
 
-class Abstract(Tail, ABC):
+class Protocol(typing_extensions.Protocol):
+    pass
+
+
+class Abstract(Tail, ABC, Protocol):
     pass
 
 

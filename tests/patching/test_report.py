@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,8 +114,33 @@ def test_the_summary_says_what_was_patched_in_a_site() -> None:
             x = self.first(x + y)
             return self.last(x + y)
 
-    (row,) = [line.split() for line in str(patch_model(Sums())).splitlines() if "Sums" in line]
-    assert row == ["add_norm", "2", "add_norm", "Sums", "(root)", "1"]
+    model = Sums()
+    for _ in range(2):  # as OnetripCallback does
+        (row,) = [line.split() for line in str(patch_model(model)).splitlines() if "Sums" in line]
+        assert row == ["add_norm", "2", "add_norm", "Sums", "(root)", "1"]
+
+
+@pytest.mark.parametrize("fault", ["closed", "pipe", "no flush"])
+def test_the_summary_is_text_whatever_standard_output_is(
+    model: Model, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A training run logs it elsewhere."""
+    report = patch_model(model)
+    expected = str(report)
+    read, write = os.pipe()
+    os.close(read)
+    stream: Any = os.fdopen(write, "w", buffering=1 << 16)
+    if fault == "no flush":
+        stream = SimpleNamespace(write=lambda text: None)
+    elif fault == "closed":
+        stream.close()
+    else:
+        stream.write("waiting")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert str(report) == expected
+    monkeypatch.undo()
+    with contextlib.suppress(BrokenPipeError, AttributeError):
+        stream.close()
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,9 @@ def load_model(name: str, *, weights: bool = True) -> nn.Module:
         raise
     except (OSError, ValueError, KeyError) as error:
         why = first_line(error)
-        offline = " HF_HUB_OFFLINE=1 asks the cache alone, at once." if "couldn't connect" in why else ""
-        raise UsageError(f"{name} cannot be loaded: {why}{offline}") from error
+        if "couldn't connect" in why and "HF_HUB_OFFLINE" not in os.environ:
+            why += " With HF_HUB_OFFLINE=1 the cache alone is asked, at once."
+        raise UsageError(f"{name} cannot be loaded: {why}") from error
 
 
 def first_line(error: BaseException) -> str:

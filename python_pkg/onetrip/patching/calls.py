@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import weakref
+from collections.abc import Callable
 from functools import cache, partial
 from inspect import getattr_static, unwrap
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -246,16 +247,26 @@ def _is_comparable(value: Any) -> bool:
     return all(map(_is_comparable, value)) if isinstance(value, tuple) else isinstance(value, _COMPARABLE)
 
 
-def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+Multiply = Callable[[Any, Tensor, Tensor, None], Tensor]
+"""(dense, x, weight, None) -> functional.linear(x, weight)."""
+
+
+def linear_parts(dense: Any, x: Tensor, under_autocast: Multiply | None = None) -> tuple[Tensor, Tensor | None]:
     """(product, bias) with dense(x) = product + bias. A dense that is no plain linear layer is called: bias is None.
 
     The bias is cast to the product's dtype, as under autocast, so that the sum has the dtype of dense(x).
+    under_autocast: the product of an nn.Linear there.
     """
     cls = original_class(type(dense))
     is_known = (cls is nn.Linear or is_transposed(cls)) and is_plain(dense, cls)
     if not is_known or hasattr(type(dense.weight), "__tensor_flatten__") or x.is_nested:
         return dense(x), None
-    product = functional.linear(x, dense.weight) if cls is nn.Linear else x @ dense.weight
+    if cls is not nn.Linear:
+        product = x @ dense.weight
+    elif under_autocast is not None and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        product = under_autocast(dense, x, dense.weight, None)
+    else:
+        product = functional.linear(x, dense.weight)
     bias = dense.bias
     if bias is not None and bias.dtype != product.dtype:
         bias = bias.to(product.dtype)
@@ -275,6 +286,11 @@ def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
     if is_plain_dropout(dropout):
         return Branch(x, bias, float(dropout.p) if dropout.training else 0.0)
     return Branch(dropout(x if bias is None else x + bias), None, 0.0)
+
+
+def dropped_linear(dropout: Any, dense: Any, x: Tensor, under_autocast: Multiply | None = None) -> Branch:
+    """dense(x) with its bias and the dropout still to be done. under_autocast: as in linear_parts."""
+    return dropped(dropout, *linear_parts(dense, x, under_autocast))
 
 
 def undropped(x: Any) -> tuple[Any, Tensor | None]:

@@ -62,6 +62,8 @@ class Rewrite:
     """Children whose parameters the sources read instead of calling them."""
     functions: tuple[tuple[Any, str], ...] = ()
     """(function, source) of functions that the forward calls rewritten."""
+    detail: str = ""
+    """PatchedSite.detail of its sites."""
 
     @property
     def forward(self) -> str:

@@ -338,8 +338,10 @@ def _resembles_block(module: nn.Module) -> bool:
     return has_linear and has_norm_or_dropout and takes_two and not any(child._modules for child in children)
 
 
-_META, _PLAIN = frozenset({"__new__", "__init__", "__setattr__"}), frozenset({"builtins", "abc", "typing"})
-"""What a metaclass runs for each class, and modules with metaclasses whose classes may be inherited from."""
+_META = frozenset({"__new__", "__init__", "__setattr__"})
+"""What a metaclass runs for each class."""
+_PLAIN = frozenset({"builtins", "abc", "typing", "typing_extensions"})
+"""Modules with metaclasses whose classes may be inherited from."""
 
 
 def _replaced(module: nn.Module) -> Unsuitable | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -228,7 +229,7 @@ class _Patcher:
                 or not self.classifier.replace_sdpa
                 or rewrite.pattern not in self.classifier.wanted - {eager.PATTERN}
             ):
-                return PatchedSite(name, patched_class_of(module).__name__, rewrite.pattern)
+                return PatchedSite(name, patched_class_of(module).__name__, rewrite.pattern, rewrite.detail)
             restore_class(module)  # SDPA may have been left to torch: everything again, with it
         site = self.classifier.classify(module)
         if site is None:
@@ -237,7 +238,7 @@ class _Patcher:
 
     def patch(self, name: str, module: nn.Module, site: Site) -> PatchedSite | SkippedSite:
         """Patch the module where that computes what it should."""
-        rewrite = self.classifier.rewrite(module, site)
+        rewrite = replace(self.classifier.rewrite(module, site), detail=site.detail)
         if self.excluded & {name, *(f"{name}.{child}".removeprefix(".") for child in rewrite.absorbed)}:
             return _skipped(name, module, Unsuitable("excluded"))
         if taken := rewrite.taken_names(original_class(type(module))):

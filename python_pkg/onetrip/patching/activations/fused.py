@@ -129,7 +129,7 @@ class Activated(_Fused):
         if self.gains_bias_alone and x.is_cuda and not calls.is_large(x) and not torch.compiler.is_compiling():
             return self.unfused(act, dense(x))
         if self.is_still(act) and not x.is_nested:
-            x, bias = (x, None) if dense is None else linear_parts(dense, x, module)
+            x, bias = (x, None) if dense is None else linear_parts(module, dense, x)
             if calls.fits(x):
                 calls.count_fused(module)
                 p, after = _probability(dropout)

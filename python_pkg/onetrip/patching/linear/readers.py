@@ -258,24 +258,18 @@ def _redrawing(dropout: Any, x: Any) -> Dropout | None:
     return partial(bias_dropout_residual, dropout_p=float(dropout.p), rng=rng)
 
 
-def linear_parts(dense: Any, x: Tensor, parent: nn.Module | None = None) -> tuple[Tensor, Tensor | None]:
-    """calls.linear_parts. parent: a module in which a residual sum may read x afterwards, found out by the first call.
+def linear_parts(module: nn.Module, dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """calls.linear_parts, where a residual sum may read x afterwards: found out by the first call.
 
     Under hooks on saved tensors it may not. A checkpoint must save the same when it runs again.
     """
     if not _is_fusable(dense, x) or calls.has_saved_tensor_hooks():
         return calls.linear_parts(dense, x)
-    if parent not in _before_sums and not _widens_gradient(x, dense.weight):
-        if parent is not None:
-            reads[id(x)] = _Read(calls.forgetting(x, reads), _state(x), None, weakref.ref(parent))
+    if module not in _before_sums and not _widens_gradient(x, dense.weight):
+        reads[id(x)] = _Read(calls.forgetting(x, reads), _state(x), None, weakref.ref(module))
         return calls.linear_parts(dense, x)
-    product, _ = _read(parent or dense, x, dense.weight, None)
+    product, _ = _read(module, x, dense.weight, None)
     return product, None if dense.bias is None else dense.bias.to(product.dtype)
-
-
-def dropped_linear(dropout: Any, dense: Any, x: Tensor) -> calls.Branch:
-    """dense(x) with its bias and the dropout still to be done."""
-    return calls.dropped(dropout, *linear_parts(dense, x))
 
 
 def multiplied(dense: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..calls import Branch, dropped, undropped
-from ..linear.readers import dropped_linear, linear_parts
+from ..calls import Branch, dropped, dropped_linear, linear_parts, undropped
+from ..linear.readers import multiplied
 from ..links import Sum
 from ..rewriting import Rewriting
 from .read import Operand
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from .choose import Choice
 
 
-_CALLED: tuple[Any, ...] = (dropped, dropped_linear, linear_parts, undropped, Branch)
-IN_BRANCHES = {f"{each.__name__}_": each for each in _CALLED}
+IN_BRANCHES: dict[str, Any] = {
+    "dropped_": dropped,
+    "dropped_linear_": partial(dropped_linear, under_autocast=multiplied),
+    "linear_parts_": partial(linear_parts, under_autocast=multiplied),
+    "undropped_": undropped,
+    "Branch_": Branch,
+}
 """What is called for a Branch, by its name in a rewritten forward."""
 
 
