@@ -325,8 +325,8 @@ BAD = {
     "weight-dtype": ((H, W.half(), Y), {}, TypeError, "weight must have the dtype of hidden, float32, got float16"),
     "bias-shape": ((H, W, Y, W[0]), {}, ValueError, r"bias must have shape \(5,\), got \(3,\)"),
     "smoothing": ((H, W, Y), {"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\]"),
-    "softcap": ((H, W, Y), {"softcap": 0.0}, ValueError, "softcap must be None or > 0, got 0"),
-    "softcap-overflow": ((H, W, Y), {"softcap": 1e300}, ValueError, "softcap must be finite and 0 or normal"),
+    "softcap": ((H, W, Y), {"softcap": 0.0}, ValueError, "softcap must be > 0, normal and finite in float32, got 0"),
+    "softcap-overflow": ((H, W, Y), {"softcap": 1e300}, ValueError, "softcap must be > 0, normal and finite"),
     "z-loss": ((H, W, Y), {"lse_square_scale": math.nan}, ValueError, "lse_square_scale must be finite"),
     "reduction": ((H, W, Y), {"reduction": "max"}, ValueError, "reduction must be one of"),
     "ignore_index": ((H, W, Y), {"ignore_index": None}, TypeError, "ignore_index must be an int"),
@@ -359,7 +359,7 @@ def test_wrong_arguments_of_the_others():
         ops.linear_logprobs(H, W, Y, return_entropy="x")
     with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be > 0"):
         ops.linear_logprobs(H, W, Y, temperature=0.0)
-    with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be finite and 0 or normal in float32"):
+    with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be > 0, normal and finite in float32"):
         ops.linear_logprobs(H, W, Y, temperature=1e-40)
 
 

@@ -20,6 +20,7 @@ from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import (
     check_bool,
     check_device,
+    check_divisor,
     check_finite,
     check_int64,
     check_probability,
@@ -210,9 +211,7 @@ def linear_logprobs(
         raise_unknown(function, unknown)
     found = _check_operands(function, hidden, weight, bias, "tokens", tokens, _TOKENS)
     check_bool(function, "return_entropy", return_entropy)
-    check_finite(function, "temperature", temperature)
-    if not temperature > 0.0:
-        raise ValueError(f"{function}: temperature must be > 0, got {temperature}")
+    check_divisor(function, "temperature", temperature)
     plan = _TOKENS if temperature == 1.0 else CrossEntropyPlan(scale=1.0 / temperature)
     logprobs, entropy = _by_row(function, hidden, weight, bias, tokens, plan, found, -1.0, wants_entropy=return_entropy)
     return (logprobs, entropy) if entropy is not None else logprobs
@@ -316,9 +315,7 @@ def checked_plan(
         raise ValueError(f"{function}: ignore_index must be an int64, got {ignore_index}")
     check_probability(function, "label_smoothing", label_smoothing)
     if softcap is not None:
-        check_finite(function, "softcap", softcap)
-        if not softcap > 0.0:
-            raise ValueError(f"{function}: softcap must be None or > 0, got {softcap}")
+        check_divisor(function, "softcap", softcap)
     check_finite(function, "lse_square_scale", lse_square_scale)
     if reduction not in REDUCTIONS:
         raise ValueError(f"{function}: reduction must be one of {REDUCTIONS}, got {reduction!r}")

@@ -21,6 +21,7 @@ from ..reference.philox import Rng
 from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import (
     check_bool,
+    check_divisor,
     check_finite,
     check_like,
     check_number,
@@ -135,12 +136,10 @@ def bias_activation(
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap), in one pass: the soft cap of logits and of attention scores (Gemma 2, 2024).
 
-    x: (*, n), as gate in glu. cap: > 0, finite and normal in float32. Saves x only. The rest is as in glu.
+    x: (*, n), as gate in glu. cap: > 0, normal and finite in float32. Saves x only. The rest is as in glu.
     """
     function = "softcap"
-    check_finite(function, "cap", cap)
-    if not cap > 0.0:
-        raise ValueError(f"{function}: cap must be > 0, got {cap}")
+    check_divisor(function, "cap", cap)
     code = -1 if is_compiling() else read.operands((x, None, None))
     if code < 0:
         check_rows(function, "x", x)

@@ -23,7 +23,6 @@ from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operan
 from .common.backends import HALF, KERNEL_DTYPES, check_composed, choose
 from .common.checks import (
     LARGEST,
-    SMALLEST_NORMAL,
     check_bool,
     check_eps,
     check_finite,
@@ -347,7 +346,7 @@ def row_norm(
         and type(eps) is float
         and eps >= 0.0
         and type(weight_offset) is float
-        and (weight_offset == 0.0 or (operands[3] is not None and SMALLEST_NORMAL <= weight_offset <= LARGEST))
+        and (weight_offset == 0.0 or (operands[3] is not None and -LARGEST <= weight_offset <= LARGEST))
         and type(dropout_p) is float
         and 0.0 <= dropout_p <= 1.0
     ):

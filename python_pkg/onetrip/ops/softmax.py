@@ -21,7 +21,6 @@ from .common.backends import KERNEL_DTYPES, check_composed, choose
 from .common.checks import (
     DTYPES,
     LARGEST,
-    SMALLEST_NORMAL,
     check_bool,
     check_dense,
     check_device,
@@ -56,8 +55,8 @@ def softmax(
     mask: None; or bool, True keeps a position; or floating, of any of these dtypes, added to scale * scores. Any shape
     that broadcasts to that of scores, any strides: it is read in place. A floating mask may require grad (position
     biases): its gradient is the reduced one, of its own shape.
-    scale: finite, and 0 or normal in float32. causal: query i of Q sees keys 0 ... K - Q + i (none, where that is
-    negative); needs rank 2.
+    scale: finite in float32. causal: query i of Q sees keys 0 ... K - Q + i (none, where that is negative); needs
+    rank 2.
     dropout_p: probability of dropping; what is dropped is exactly 0, what is kept is multiplied by 1 / (1 - p).
     p counts as rounded to 1/65536, in both; of p > 0 something is dropped, of p < 1 something kept.
     rng: None draws (seed, offset) from torch's generator; a pair of ints pins the mask (dropout_keep_mask).
@@ -78,7 +77,7 @@ def softmax(
         and rng is None
         and type(causal) is bool
         and type(scale) is float
-        and SMALLEST_NORMAL <= scale <= LARGEST
+        and -LARGEST <= scale <= LARGEST
         and type(dropout_p) is float
         and 0.0 <= dropout_p <= 1.0
     ):

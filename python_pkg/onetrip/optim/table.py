@@ -388,7 +388,7 @@ def _end(part: Tensor) -> int:
 
 
 def _share_an_element(parts: list[Tensor]) -> bool:
-    """parts: by their addresses."""
+    """parts: by their addresses. Takes a byte of host memory for each element of the span that they lie in."""
     begin, unit = parts[0].data_ptr(), min(part.element_size() for part in parts)
     is_taken = torch.zeros((max(map(_end, parts)) - begin) // unit, dtype=torch.bool, device="cpu")
     for part in parts:

@@ -113,10 +113,16 @@ def check_eps(function: str, eps: float) -> None:
 
 
 def check_finite(function: str, argument: str, value: float) -> None:
-    """A number that kernels, which compute in float32, can divide by: 0, or a normal float32."""
+    """Kernels compute in float32."""
     check_number(function, argument, value)
-    if value != 0.0 and not SMALLEST_NORMAL <= abs(value) <= LARGEST:
-        raise ValueError(f"{function}: {argument} must be finite and 0 or normal in float32, got {value}")
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"{function}: {argument} must be finite in float32, got {value}")
+
+
+def check_divisor(function: str, argument: str, value: float) -> None:
+    check_number(function, argument, value)
+    if not SMALLEST_NORMAL <= value <= LARGEST:
+        raise ValueError(f"{function}: {argument} must be > 0, normal and finite in float32, got {value}")
 
 
 def check_number(function: str, argument: str, value: object) -> None:
