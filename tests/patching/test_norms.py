@@ -238,7 +238,7 @@ def kernelized() -> nn.Module:
 
 OF_CHANNELS = "unsupported_shape: normalises dimension 1 (channels first); the operators, the last"
 HAS_EFFECTS = "unknown_forward: its forward does more than to compute its result"
-GUARDS = "unknown_forward: its forward replaces or refuses Inf or NaN"
+GUARDS = "unknown_forward: its forward replaces or rejects Inf or NaN"
 SCALED = "return self.gain * h * torch.rsqrt"
 NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gated-first": (GatedNorm, "extra_forward_args"),
@@ -273,10 +273,10 @@ NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "without-nan": (lambda: leaf(f"z = h = torch.nan_to_num(h); return self.gain * h * {ROOT}"), GUARDS),
     "without-nan-after": (lambda: leaf(f"z = h; return torch.nan_to_num(self.gain * h * {ROOT})"), GUARDS),
     "counts-in-a-global": (lambda: leaf(f"global N; N = 1; z = h; return self.gain * h * {ROOT}"), HAS_EFFECTS),
-    "refuses-negative-inf": (
+    "rejects-negative-inf": (
         lambda: leaf(f"assert not h.isneginf().any(); z = h; return self.gain * h * {ROOT}"), GUARDS
     ),
-    "refuses-inf": (lambda: leaf(f"assert h.isfinite().all(); z = h; return self.gain * h * {ROOT}"), GUARDS),
+    "rejects-inf": (lambda: leaf(f"assert h.isfinite().all(); z = h; return self.gain * h * {ROOT}"), GUARDS),
     "channels-first": (lambda: ChannelsFirst(WIDTH), "unsupported_shape"),
     "channels-first-images": (lambda: ConvNextLike("channels_first"), OF_CHANNELS),
     "permutes-four-dimensions": (lambda: PermutesFourDimensions(WIDTH), OF_CHANNELS),

@@ -328,7 +328,7 @@ class _Prober:
         if spec is not None and has_effects(self.cls.forward):
             return Unsuitable("unknown_forward", "its forward does more than to compute its result")
         if spec is not None and not self._passes_on(math.inf, -math.inf, math.nan):
-            return Unsuitable("unknown_forward", "its forward replaces or refuses Inf or NaN")
+            return Unsuitable("unknown_forward", "its forward replaces or rejects Inf or NaN")
         if spec is not None and all(self._agrees(spec, x) for x in self.higher):
             return self._with_autocast(self._with_casts(spec))
         if any(self._formula(x.movedim(-1, 1), dim=1) is not None for x in self.higher):
