@@ -42,7 +42,7 @@ from .cross_entropy_linear import (
     Slice,
     Wants,
     by_row,
-    keeps_dlogits,
+    is_one_chunk,
     mean_weight,
     reduced,
     total_and_dlogits,
@@ -182,8 +182,8 @@ def linear_cross_entropy(
     if any(_wants(*operands)):
         return cast(Tensor, apply_reduced(*operands, (others, reduction == "mean")))
     call = Linear.of(*operands, *others)
-    if keeps_dlogits(call):
-        return total_and_dlogits(call, reduction == "mean", wants_dlogits=False)[0]
+    if is_one_chunk(call):
+        return total_and_dlogits(call, call.kept_index(), reduction == "mean", wants_dlogits=False)[0]
     return reduced(call, reduction == "mean", (False,) * 3)[0]
 
 

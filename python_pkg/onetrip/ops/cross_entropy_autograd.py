@@ -111,13 +111,15 @@ class LinearReduced(torch.autograd.Function):
         others, is_mean = call
         linear_call = Linear.of(hidden, weight, bias, *others)
         ctx.call = others[1:], is_mean
-        ctx.keeps_dlogits = linear.keeps_dlogits(linear_call)
+        wants = ctx.needs_input_grad[:3]
+        ctx.keeps_dlogits = linear.keeps_dlogits(linear_call, wants)
         if ctx.keeps_dlogits:
-            loss, dlogits = linear.total_and_dlogits(linear_call, is_mean)
-            ctx.dtypes = linear.dtypes_of(weight, bias)
-            ctx.save_for_backward(hidden, weight, dlogits)
+            index = linear_call.kept_index()
+            loss, dlogits = linear.total_and_dlogits(linear_call, index, is_mean)
+            ctx.sizes = linear.dtypes_of(weight, bias), hidden.shape[0]
+            ctx.save_for_backward(dlogits, index, hidden if wants[1] else None, weight)
             return loss
-        loss, ctx.gradients, ctx.factors = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
+        loss, ctx.gradients, ctx.factors = linear.reduced(linear_call, is_mean, wants)
         ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
         return loss
 
@@ -126,8 +128,7 @@ class LinearReduced(torch.autograd.Function):
         refuse_double_backward("cross_entropy")
         (dloss,), (others, is_mean) = grads, ctx.call
         if ctx.keeps_dlogits:
-            hidden, weight, dlogits = ctx.saved_tensors
-            ctx.gradients = linear.products(dlogits, hidden, weight, ctx.dtypes, ctx.needs_input_grad[:3])
+            ctx.gradients = linear.products(*ctx.saved_tensors, *ctx.sizes, ctx.needs_input_grad[:3])
             ctx.factors = torch.ones(2, dtype=dloss.dtype, device="cpu")
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None

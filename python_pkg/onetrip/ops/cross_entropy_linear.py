@@ -173,6 +173,12 @@ class Linear(NamedTuple):
         cast = None if bias is None else bias.to(hidden.dtype)
         return cls(hidden, weight.to(hidden.dtype), cast, *others)._replace(dtypes=dtypes_of(weight, bias))
 
+    def kept_index(self) -> Tensor | None:
+        """The rows that take part, [n_kept] int64; None where all do, or their number is not known on the host."""
+        if self.n_kept is None or self.n_kept == self.labels.numel():
+            return None
+        return (self.labels != self.plan.ignore_index).nonzero()[:, 0]
+
     @property
     def rows(self) -> Any:
         functions = row_functions(self.backend)
@@ -226,11 +232,8 @@ class _Kept:
 
     def __init__(self, call: Linear, wants_weight: bool = False) -> None:
         self.call = call
-        self.index: Tensor | None = None
-        self.labels = call.labels
-        if call.n_kept is not None and call.n_kept < call.labels.numel():
-            self.index = (call.labels != call.plan.ignore_index).nonzero()[:, 0]
-            self.labels = call.labels[self.index]
+        self.index = call.kept_index()
+        self.labels = call.labels if self.index is None else call.labels[self.index]
         self.n_rows = self.labels.numel()
         self.n_chunks = -(-self.n_rows // call.rows_at_once(wants_weight))
 
@@ -339,39 +342,60 @@ def mean_weight(labels: Tensor, n_kept: int | None, ignore_index: int, dtype: to
     return (labels != ignore_index).sum().clamp_min(1).to(dtype).reciprocal()
 
 
-def keeps_dlogits(call: Linear) -> bool:
-    """Whether the gradient of the logits is kept until backward, and the products with it left to that: it is smaller
-    than the gradients of hidden and weight, and all of it is one chunk. On a CPU, without rows that are ignored; not of
-    float16, see reduced."""
-    n_rows, n_hidden = call.hidden.shape
-    n_classes = call.weight.shape[0]
+def is_one_chunk(call: Linear) -> bool:
+    """Whether the rows that are kept are one chunk of the native kernel. Not of float16, see reduced."""
     return (
         call.backend == "cpu"
         and call.part is None
-        and call.n_kept == n_rows
-        and 0 < n_rows <= call.rows_at_once()
-        and n_rows * n_classes <= (n_rows + n_classes) * n_hidden
+        and call.n_kept is not None
+        and 0 < call.n_kept <= call.rows_at_once()
         and call.hidden.dtype != torch.float16
     )
 
 
-def total_and_dlogits(call: Linear, is_mean: bool, wants_dlogits: bool = True) -> tuple[Tensor, Tensor]:
-    """(sum or mean of the rows' losses, its gradient by the logits; without that, the logits), where keeps_dlogits."""
-    logits = _logits(call, call.hidden)
-    operands = (logits, call.labels, call.plan, logits.shape[0] if is_mean else 1)
+def keeps_dlogits(call: Linear, wants: Wants) -> bool:
+    """Whether the gradient of the logits is kept until backward, and the products with it left to that: it is one
+    chunk, and takes no more memory than the gradients of hidden and weight, beside which hidden is always kept."""
+    if not is_one_chunk(call):
+        return False
+    n_rows, n_hidden = call.hidden.shape
+    n_classes = call.weight.shape[0]
+    assert call.n_kept is not None
+    n_dlogits, n_gradients = call.n_kept * n_classes, (wants[0] * n_rows + wants[1] * n_classes) * n_hidden
+    return n_dlogits <= n_gradients + (not wants[1]) * n_rows * n_hidden
+
+
+def total_and_dlogits(
+    call: Linear, index: Tensor | None, is_mean: bool, wants_dlogits: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(sum or mean of the rows' losses, its gradient by the logits; without that, the logits), where is_one_chunk.
+    index: kept_index; the logits are those of these rows."""
+    hidden, labels = call.hidden, call.labels
+    if index is not None:
+        hidden, labels = hidden[index], labels[index]
+    logits = _logits(call, hidden)
+    operands = (logits, labels, call.plan, logits.shape[0] if is_mean else 1)
     if wants_dlogits:
         return cross_entropy_native.total_and_gradient_(*operands), logits
     return cross_entropy_native.total(*operands)[0], logits
 
 
 def products(
-    dlogits: Tensor, hidden: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype], wants: Wants
-) -> Gradients:
-    return (
-        dlogits @ weight.to(hidden.dtype) if wants[0] else None,
-        (dlogits.t() @ hidden).to(dtypes[0]) if wants[1] else None,
-        dlogits.sum(dim=0, dtype=accumulator_dtype(dlogits.dtype)).to(dtypes[1]) if wants[2] else None,
-    )
+    dlogits: Tensor, index: Tensor | None, hidden: Tensor | None, weight: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype], n_rows: int, wants: Wants,
+) -> Gradients:  # fmt: skip
+    """The gradients from that of the logits. index: as in total_and_dlogits. hidden: may be None where the gradient of
+    weight is not wanted. n_rows: of hidden."""
+    dhidden = dweight = None
+    if wants[0]:
+        dhidden = dlogits @ weight.to(dlogits.dtype)
+        if index is not None:
+            dhidden = dhidden.new_zeros(n_rows, dhidden.shape[1]).index_copy_(0, index, dhidden)
+    if wants[1]:
+        assert hidden is not None
+        dweight = (dlogits.t() @ (hidden if index is None else hidden[index])).to(dtypes[0])
+    dbias = dlogits.sum(dim=0, dtype=accumulator_dtype(dlogits.dtype)).to(dtypes[1]) if wants[2] else None
+    return dhidden, dweight, dbias
 
 
 def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradients, Tensor]:
