@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from onetrip.measure import saved_bytes
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
 from outcomes import assert_agree, assert_compiles, assert_obeys, outcome
@@ -219,11 +220,19 @@ def test_under_autocast_the_product_has_the_vector_s_dtype(rows: Tensor) -> None
         assert model(rows.bfloat16()).dtype == original(rows.bfloat16()).dtype == torch.float32
 
 
-def test_a_frozen_weight_is_not_multiplied(rows: Tensor) -> None:
-    """Its gradient would be computed for that of the vector."""
+@pytest.mark.parametrize("frozen", ["attention.down.weight", "scale_1.vector"])
+def test_beside_a_frozen_one_the_weight_is_not_multiplied(frozen: str, rows: Tensor) -> None:
+    """The gradient of a frozen weight would be computed for that of the vector. For a frozen vector nothing is kept."""
     layer = randomised(Layer()).train()
-    report = assert_obeys(lambda each: each.attention.down.requires_grad_(False), layer, rows, patterns=ONLY)
+    layer.get_parameter(frozen).requires_grad_(False)
+    original, model, report = pair(lambda: layer, patterns=ONLY)
+    assert_agree(outcome(model, rows), outcome(original, rows))
     assert report.calls() == {"": (1, 1)}
+    kept = [saved_bytes(lambda each=each: each(rows * 1), each.parameters()) for each in (model, original)]
+    assert kept[0] <= kept[1]
+    with torch.no_grad():
+        model(rows)
+    assert report.calls() == {"": (4, 2)}
 
 
 def test_compiles_without_a_break(rows: Tensor) -> None:

@@ -126,14 +126,14 @@ def _fused(dense: Any, x: Tensor, factor: Any) -> Tensor | None:
 
 
 def _is_foldable(weight: Tensor, x: Tensor, vector: Any) -> bool:
-    """Not where the weight has no gradient otherwise, and not in float16, where a weight times a small vector may
-    vanish."""
+    """Not where the weight has no gradient otherwise, nor beside a frozen vector, where the product is kept for
+    backward and x * vector keeps nothing. Not in float16, where a weight times a small vector may vanish."""
     return (
         isinstance(vector, Tensor)
         and vector.dtype == weight.dtype
         and vector.shape == weight.shape[:1]
         and not calls.is_distributed(vector)
-        and (weight.requires_grad or not vector.requires_grad)
+        and ((weight.requires_grad and vector.requires_grad) or not torch.is_grad_enabled())
         and (calls.autocast_dtype(x) or x.dtype) != torch.float16
         and x.numel() >= _ROWS_PER_COLUMN * weight.shape[1] ** 2
     )
