@@ -301,7 +301,7 @@ def forward_diff(patched: type) -> str:
     lines: list[str] = []
     methods = ((method_of(original, name), after) for name, after in rewrite.replaced.items())
     for function, after in (*methods, *rewrite.functions):
-        tree = parse(function)
+        tree = parse(function, may_call_super=True)
         before = "" if isinstance(tree, Unsuitable) else ast.unparse(bare(tree))
         lines += difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "fused", lineterm="")
     return "\n".join(lines)

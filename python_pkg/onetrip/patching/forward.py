@@ -16,13 +16,15 @@ from torch.nn import functional
 
 from .calls import is_transposed, original_class
 from .report import Unsuitable
-from .source import code_in, parse, resolve
+from .source import code_in, deep_copy, parse, resolve
 
 
-def read_forward(function: Any, source: str = "", method: str = "forward") -> Forward | Unsuitable:
+def read_forward(
+    function: Any, source: str = "", method: str = "forward", may_call_super: bool = False
+) -> Forward | Unsuitable:
     """A function as data, if its source is the code that runs. source: of its rewrite, if that is to be read.
-    method: its name in its class."""
-    tree: Any = ast.parse(source).body[0] if source else parse(function)
+    method: its name in its class. may_call_super: whether it may call what it overrides."""
+    tree: Any = ast.parse(source).body[0] if source else parse(function, may_call_super)
     if isinstance(tree, Unsuitable):
         return tree
     if not tree.args.args:
@@ -74,6 +76,14 @@ class Forward:
         """The global that a dotted name stands for; None for local names."""
         is_local = self._locals & {each.id for each in ast.walk(function) if isinstance(each, ast.Name)}
         return None if is_local else resolve(function, self.globals)
+
+    def evaluated(self, expression: ast.expr, module: nn.Module) -> Any:
+        """The value of an expression for an instance; None if it needs more than that."""
+        tree = ast.fix_missing_locations(ast.Expression(deep_copy(expression)))
+        try:
+            return eval(compile(tree, "<forward>", "eval"), self.globals, {self.self_name: module})
+        except Exception:  # a local name, or anything that follows from its absence
+            return None
 
     def functional_dropout(self, expression: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr] | None:
         """(x, p, training) of a call of functional.dropout."""

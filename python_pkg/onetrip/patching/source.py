@@ -395,6 +395,10 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
     filename = f"<onetrip {pattern} of {original.__module__}.{original.__qualname__} {crc32(code.encode()):08x}>"
     exec(compile(code, filename, "exec"), original.__globals__, scope)
     linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)  # for tracebacks
-    made: Callable[..., Any] = scope["make"](**names)
+    made: Any = scope["make"](**names)
+    if "__class__" in made.__code__.co_freevars:  # super() means the class of the original, not the one made here
+        cell, own = (each.__closure__[each.__code__.co_freevars.index("__class__")] for each in (made, original))
+        cell.cell_contents = own.cell_contents
     made.__module__, made.__name__, made.__qualname__ = original.__module__, original.__name__, original.__qualname__
-    return made
+    function: Callable[..., Any] = made
+    return function
