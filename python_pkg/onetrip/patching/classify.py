@@ -29,6 +29,7 @@ from .attention import Attention, Interface, SoftmaxRegions, eager, one_mask, re
 from .attention.cached import CacheUpdates
 from .attention.heads import Heads
 from .attention.interface import reads_strides
+from .attention.sdpa_calls import SdpaCalls, SdpaMasks, read_sdpa_calls, sdpa_site
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import Dropout, FunctionalDropouts
@@ -58,6 +59,8 @@ _IN_ORDER: tuple[type[InForward], ...] = (
 )
 """What is fused in a forward, each with those before it fused; after attention."""
 
+_ATTENTION = (Attention, SoftmaxRegions, SdpaCalls)
+
 
 @dataclass(frozen=True)
 class Together:
@@ -70,7 +73,7 @@ class Together:
     def named(self) -> InForward | Experts | VocabularyLoss:
         """The site that gives its name to the whole: the loss, else attention, else the last one in the forward that is
         not minor, else shared inputs."""
-        first = [part for part in self.parts if isinstance(part, (VocabularyLoss, Attention, SoftmaxRegions))]
+        first = [part for part in self.parts if isinstance(part, (VocabularyLoss, *_ATTENTION))]
         shared = [part for part in self.parts if isinstance(part, SharedInputs)]
         others = [part for part in self.parts if isinstance(part, InForward) and not part.is_minor]
         in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
@@ -83,8 +86,9 @@ class Together:
     @property
     def detail(self) -> str:
         named = self.named
-        if isinstance(named, (Attention, SoftmaxRegions)):
-            return f"and {Together(self.parts[1:]).pattern}"
+        if isinstance(named, _ATTENTION):
+            rest = tuple(part for part in self.parts if not isinstance(part, _ATTENTION))
+            return f"and {Together(rest).pattern}" if rest else self.parts[-1].detail
         others = (f"and {part.pattern}" for part in reversed(self.parts) if part.pattern != named.pattern)
         return ", ".join(dict.fromkeys(filter(None, (named.detail, *others))))
 
@@ -162,7 +166,7 @@ class Classifier:
         cls = original_class(type(module))
         reading = self.once(read_attention, cls)
         parts: list[Any] = []
-        if reading is not None or module._modules:
+        if reading is not None or module._modules or self.once(_calls_sdpa, cls):
             parts, why = self._in_forward(module, cls, reading)
         else:
             leaf = self._leaf(module)
@@ -223,9 +227,23 @@ class Classifier:
             elif part is not None:
                 parts.append(part)
                 source = self.rewrite(module, part).forward
-        if isinstance(fused, Unsuitable):
-            return parts, fused
+        sdpa, stays = self._sdpa(module, cls, source)
+        if sdpa is not None:
+            parts.append(sdpa)
+        stays = stays or (fused if isinstance(fused, Unsuitable) else None)
+        if stays is not None:
+            return parts, stays
         return parts, why if reading is None or len(parts) > n_attention else None
+
+    def _sdpa(self, module: nn.Module, cls: Any, source: str) -> tuple[SdpaCalls | SdpaMasks | None, Unsuitable | None]:
+        """The calls of SDPA in the forward as a site, and why SDPA stays. source: of all else fused."""
+        forward = self.once(_read, cls, source, True)
+        calls = self.once(read_sdpa_calls, forward) if isinstance(forward, Forward) else ()
+        if not calls:
+            return None, None
+        site, stays = sdpa_site(module, forward, calls, self.replace_sdpa, self.wanted)
+        cannot = None if site is None else _replaced(module) or _in_float64(module)
+        return (site, stays) if cannot is None else (None, stays or cannot)
 
     def _part(self, kind: type[InForward], module: nn.Module, forward: Forward) -> InForward | Unsuitable | None:
         """What of one kind is fused in the forward, the others before it fused."""
@@ -293,12 +311,17 @@ class Classifier:
         return spec
 
 
+def _calls_sdpa(cls: Any) -> bool:
+    forward = _read(cls, "", True)
+    return isinstance(forward, Forward) and bool(read_sdpa_calls(forward))
+
+
 def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:
     """The forward of a class, or its rewrite. in_wrapper: as InForward's."""
     outer = plain_forward(cls)
     if in_wrapper or returns_as_is(outer):
-        return read_forward(method_of(cls, "forward"), source)
-    return read_forward(outer)
+        return read_forward(method_of(cls, "forward"), source, may_call_super=True)
+    return read_forward(outer, may_call_super=True)
 
 
 STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")

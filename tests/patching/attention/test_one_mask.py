@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
-from onetrip.patching.attention import Interface, one_mask
+from onetrip.patching.attention import one_mask
 from outcomes import Outcome, assert_agree, assert_equal, loss_outcome
 from patching_cases import ZOO, padded_text, tiny_model, token_ids
 from torch import Tensor, nn
@@ -227,7 +227,7 @@ class Positional(nn.Module):
 
 @pytest.mark.parametrize("patterns", [PATTERN, ("attention_softmax", *PATTERN)])
 def test_arguments_by_position(patterns: tuple[str, ...], made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interface, "_may_drop", lambda *_: True)
+    monkeypatch.setattr("onetrip.patching.attention.interface.may_be_slower", lambda *_: True)
     x = torch.randn(2, 3, 12, 8, requires_grad=True)
     original, module, mask, bias = Positional(), Positional(), four_dimensional(), torch.randn(2, 3, 12, 12)
     assert patch_model(module, patterns=patterns).patched
@@ -248,7 +248,7 @@ def test_where_sdpa_may_be_replaced(patterns: tuple[str, ...], made: list[int]) 
 
 
 def test_a_position_bias_by_position_stays_sdpas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interface, "_may_drop", lambda *_: True)
+    monkeypatch.setattr("onetrip.patching.attention.interface.may_be_slower", lambda *_: True)
     monkeypatch.setattr("onetrip.patching.attention.interface._trains_slowly", lambda *_: True)
     module, x = Positional(), torch.randn(2, 3, 12, 8)
     report = patch_model(module, patterns=["attention_softmax"])
@@ -266,7 +266,7 @@ def test_on_the_meta_device() -> None:
 
 
 def test_a_site_that_gives_another_result_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_mask, "_added", lambda mask, query: torch.zeros(mask.shape, dtype=query.dtype))
+    monkeypatch.setattr(one_mask, "shared_mask", lambda mask, query: torch.zeros(mask.shape, dtype=query.dtype))
     for model in (sdpa("bert"), sdpa("bert", attention_probs_dropout_prob=0.5)):
         report = patch_model(model, patterns=[*PATTERN, "attention_softmax"])
         assert not report.patched and "verify_failed" in {site.reason for site in report.skipped}

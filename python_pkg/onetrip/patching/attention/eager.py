@@ -158,9 +158,36 @@ def biased_mask(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None
     return torch.where(mask, bias, torch.finfo(bias.dtype).min), None
 
 
+def fused_sdpa(
+    attention: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float | None,
+    bias: Tensor | None = None,
+) -> Tensor | None:
+    """What SDPA computes, by the fused attention; None for arguments that it does not take. bias: added to the mask.
+    SDPA's causal masks count from the first query."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    if causal and n_keys > n_queries:
+        key, value = key[:, :, :n_queries], value[:, :, :n_queries]
+        bias = None if bias is None else bias[..., :n_queries]
+    if (causal and n_keys < n_queries) or not fits(query, key, value, mask, bias, None, scale, True):
+        return None
+    mask, bias = biased_mask(mask, bias)
+    output: Tensor = attention(
+        query, key, value, mask, scale=scale, position_bias=bias, causal=causal, dropout_p=dropout_p, need_weights=False
+    )[0]
+    return output
+
+
 NAMES: dict[str, Any] = {
     "attention_": attention,
-    "biased_mask_": biased_mask,
+    "sdpa_": fused_sdpa,
     "fits_": fits,
     "count_fused_": calls.count_fused,
     "count_fallback_": calls.count_fallback,

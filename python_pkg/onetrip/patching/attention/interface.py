@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ from ..classes import method_of
 from ..forward import Forward, read_forward
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
-from ..source import calls_in, deep_copy
+from ..source import calls_in
 from ..verify import kind_of
 from . import one_mask
 from .eager import PATTERN, EagerFunction, fused_function, read_eager_function
@@ -39,40 +39,30 @@ SDPA = """\
 def attention(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, position_bias=None, **kwargs
 ):
-    scale_ = query.shape[-1] ** -0.5 if scaling is None else scaling
-    n_queries_, n_keys_ = query.shape[2], key.shape[2]
     causal_ = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal_ = bool(causal_ and attention_mask is None and n_queries_ > 1)
-    keys_, values_, bias_ = key, value, position_bias
-    if causal_ and n_keys_ > n_queries_:
-        keys_, values_ = key[:, :, :n_queries_], value[:, :, :n_queries_]
-        bias_ = None if position_bias is None else position_bias[..., :n_queries_]
-    if (
-        kwargs.get("cache") is not None
-        or kwargs.get("softcap") is not None
-        or (causal_ and n_keys_ < n_queries_)
-        or not fits_(query, keys_, values_, attention_mask, bias_, None, scale_, True)
-    ):
+    causal_ = bool(causal_ and attention_mask is None and query.shape[2] > 1)
+    output_ = None
+    if kwargs.get("cache") is None and kwargs.get("softcap") is None:
+        output_ = sdpa_(attention_, query, key, value, attention_mask, dropout, causal_, scaling, position_bias)
+    if output_ is None:
         count_fallback_(module)
         return original_(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
             position_bias=position_bias, **kwargs
         )
     count_fused_(module)
-    mask_, bias_ = biased_mask_(attention_mask, bias_)
-    output_, _ = attention_(
-        query, keys_, values_, mask_, scale=scale_, position_bias=bias_, causal=causal_, dropout_p=dropout,
-        need_weights=False,
-    )
     return output_.transpose(1, 2).contiguous(), None
 """
-"""What transformers' sdpa function computes. Its causal masks count from the first query; it returns no weights."""
+"""What transformers' sdpa function computes. It returns no weights."""
 
 SDPA_IN_USE = Unsuitable(
     "sdpa_in_use",
     "without dropout, SDPA's fused kernels are faster. attention=True replaces SDPA (onetrip bench --op attention "
     "compares both)",
 )
+
+BY_RULE = "in place of SDPA, for dropout or training in bfloat16 on a CPU"
+"""What the report says of SDPA that is replaced where is_slower."""
 
 _LEAST_SCORES, _LEAST_QUERIES, _MOST_KEYS = 1 << 16, 64, 512
 _MOST_BYTES = 8 << 20
@@ -85,11 +75,8 @@ _MOST_BYTES."""
 
 @cache
 def by_rule(original: Callable[..., Any], fused: Callable[..., Any], shares_mask: bool) -> Callable[..., Any]:
-    """An attention function that calls fused on a CPU where SDPA is slower: with dropout, and training in bfloat16.
-
-    With dropout SDPA is composed of unfused operators there; its kernel for bfloat16 multiplies in float32
-    (docs/benchmarks.md, attention). Elsewhere it stays. shares_mask: with one mask for all layers.
-    """
+    """An attention function that calls fused where SDPA is slower. Elsewhere it stays. shares_mask: with one mask for
+    all layers."""
     if shares_mask:
         original = with_one_mask(original, is_counted=False)
 
@@ -105,16 +92,29 @@ def by_rule(original: Callable[..., Any], fused: Callable[..., Any], shares_mask
     ) -> Any:
         given = query, key, value, attention_mask
         has_bias = len(args) > 2 or kwargs.get("position_bias") is not None
-        on_cpu = (watched_as() or query.device.type) == "cpu"
-        is_replaced = on_cpu and (dropout or (not has_bias and _trains_slowly(*given)))
+        is_replaced = is_slower(*given, dropout, has_bias)
         return (fused if is_replaced else original)(module, *given, dropout, *args, **kwargs)
 
     return attention
 
 
+def is_slower(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, has_bias: bool = False
+) -> bool:
+    """Whether SDPA is slower than ops.attention: on a CPU, with dropout and in training with bfloat16.
+
+    With dropout SDPA is composed of unfused operators there; its kernel for bfloat16 multiplies in float32
+    (docs/benchmarks.md, attention).
+    """
+    on_cpu = (watched_as() or query.device.type) == "cpu"
+    return on_cpu and bool(dropout or (not has_bias and _trains_slowly(query, key, value, mask)))
+
+
 def _trains_slowly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether SDPA without dropout is slower than ops.attention, which keeps no scores either."""
-    if query.dtype != torch.bfloat16 or query.dim() != 4 or is_traced(query, key, value, mask) or is_transformed():
+    if query.dtype != torch.bfloat16 or query.is_nested or not query.dim() == key.dim() == 4:
+        return False
+    if is_traced(query, key, value, mask) or is_transformed():
         return False
     if not multiplies_bfloat16_in_vectors() or not torch.backends.mkldnn.enabled:
         return False
@@ -145,7 +145,9 @@ class Interface:
         if function is attention_forward:
             return Unsuitable("kernelized_already", f"attn_implementation is {IMPLEMENTATION!r}")
         if function is _sdpa():
-            if not (replace_sdpa or self._may_drop(module) or _is_bfloat16_on_cpu(module)):
+            options = (each for call in calls_in(self.forward.tree) for each in call.keywords if each.arg == "dropout")
+            dropouts = [each.value for each in options]
+            if not (replace_sdpa or not dropouts or may_be_slower(module, self.forward, dropouts)):
                 return SDPA_IN_USE
             shares_mask = shares_mask and not replace_sdpa and self._passes_mask()
             return Attention(self.forward, self.questions, sdpa_function(function), not replace_sdpa, shares_mask)
@@ -165,24 +167,8 @@ class Interface:
 
     def _function(self, module: nn.Module) -> Any:
         """The one attention function that the module calls now; None if that depends on more than the module."""
-        functions = {self._evaluated(question, module) for question in self.questions}
+        functions = {self.forward.evaluated(question, module) for question in self.questions}
         return functions.pop() if len(functions) == 1 else None
-
-    def _may_drop(self, module: nn.Module) -> bool:
-        """Whether the module's attributes give the attention function a dropout above 0."""
-        options = (each for call in calls_in(self.forward.tree) for each in call.keywords if each.arg == "dropout")
-        nodes = (node for option in options for node in ast.walk(option.value) if isinstance(node, ast.Attribute))
-        values = [value for node in nodes if type(value := self._evaluated(node, module)) in (int, float)]
-        return not values or any(values)
-
-    def _evaluated(self, node: ast.expr, module: nn.Module) -> Any:
-        """The value of an expression of the forward; None if it needs more than the module."""
-        expression = ast.fix_missing_locations(ast.Expression(deep_copy(node)))
-        names = {self.forward.self_name: module}
-        try:
-            return eval(compile(expression, "<attention interface>", "eval"), self.forward.globals, names)
-        except Exception:  # a local name, or anything that follows from its absence
-            return None
 
 
 def read_interface(cls: Any) -> Interface | Unsuitable | None:
@@ -264,6 +250,18 @@ def attention_functions(forward: Forward) -> set[str]:
     return functions - others
 
 
+def may_be_slower(module: nn.Module, forward: Forward, given: Sequence[ast.expr]) -> bool:
+    """Whether is_slower may hold: for bfloat16, or for what is given as dropout."""
+    return any(_may_drop(module, forward, each) for each in given) or _is_bfloat16_on_cpu(module)
+
+
+def _may_drop(module: nn.Module, forward: Forward, p: ast.expr) -> bool:
+    """Whether the module's attributes in an expression give a dropout above 0. Local names may."""
+    nodes = (node for node in ast.walk(p) if isinstance(node, ast.Attribute))
+    values = [value for node in nodes if type(value := forward.evaluated(node, module)) in (int, float)]
+    return not values or any(values)
+
+
 def _is_bfloat16_on_cpu(module: nn.Module) -> bool:
     device, dtype = kind_of(module)
     is_on_cpu = device.type == "cpu" and not any(parameter.is_meta for parameter in module.parameters())
@@ -309,7 +307,7 @@ class Attention(_Exchange):
 
     @property
     def detail(self) -> str:
-        return "in place of SDPA, for dropout or training in bfloat16 on a CPU" if self.by_rule else ""
+        return BY_RULE if self.by_rule else ""
 
     def other(self) -> Callable[..., Any]:
         fused = fused_function(self.function)

@@ -57,16 +57,16 @@ def with_one_mask(sdpa: Callable[..., Any], is_counted: bool = True) -> Callable
     ) -> Any:
         # A position bias, the fourth of the other arguments, is combined with a bool mask in another way.
         has_bias = len(args) > 3 or kwargs.get("position_bias") is not None
-        if attention_mask is not None and not has_bias and _is_shareable(attention_mask, query):
+        if attention_mask is not None and not has_bias and is_shareable(attention_mask, query):
             if is_counted:
                 calls.count_fused(module)
-            attention_mask = _added(attention_mask, query)
+            attention_mask = shared_mask(attention_mask, query)
         return sdpa(module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention
 
 
-def _is_shareable(mask: Tensor, query: Tensor) -> bool:
+def is_shareable(mask: Tensor, query: Tensor) -> bool:
     """Whether SDPA would keep a mask of its own. One query, a step of generation, has a mask of its own anyway."""
     if calls.is_followed():  # before the shape is read
         return False
@@ -88,7 +88,7 @@ def _may_be_cudnn(device: torch.device) -> bool:
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _added(mask: Tensor, query: Tensor) -> Tensor:
+def shared_mask(mask: Tensor, query: Tensor) -> Tensor:
     """0 where the bool mask is True, else -inf, in the dtype in which SDPA runs."""
     is_cast = calls.is_autocasting(query) and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype(query.device.type) if is_cast else query.dtype

@@ -6,13 +6,14 @@ gradient, sinks included, for the masks, biases, caps and dropout that the funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...ops.attention import attention
 from ..clones import clone
@@ -33,6 +34,19 @@ def verify_attention(module: nn.Module, found: EagerFunction) -> None:
 def verify_mask(module: nn.Module, found: EagerFunction, ours: Callable[..., Any]) -> None:
     """Raise VerificationError unless the function computes the same as the original with a bool mask."""
     _compare(module, found, ours, {"mask": "bool"})
+
+
+def verify_sdpa(module: nn.Module, ours: Callable[..., Any], kinds: Iterable[str | None]) -> None:
+    """Raise VerificationError unless a function of SDPA's arguments computes what SDPA does. kinds: of masks."""
+    device, dtype = kind_of(module)
+    shapes = {name: (_BATCH, 3, n, _WIDTH) for name, n in (("query", _N_QUERIES), ("key", _N_KEYS), ("value", _N_KEYS))}
+    for kind in kinds:
+
+        def called(function: Any, *tensors: Tensor, kind: str | None = kind) -> Any:
+            return function(*tensors, _mask(kind, tensors[0], blind_query=False), 0.0, kind == "causal", scale=0.5)
+
+        unfused = partial(called, functional.scaled_dot_product_attention)
+        check_function(partial(called, ours), unfused, shapes, device, dtype, f" with mask {kind}")
 
 
 def _compare(module: nn.Module, found: EagerFunction, ours: Callable[..., Any], case: dict[str, Any]) -> None:
