@@ -77,11 +77,14 @@ class Forward:
         is_local = self._locals & {each.id for each in ast.walk(function) if isinstance(each, ast.Name)}
         return None if is_local else resolve(function, self.globals)
 
-    def evaluated(self, expression: ast.expr, module: nn.Module) -> Any:
-        """The value of an expression for an instance; None if it needs more than that."""
+    def evaluated(self, expression: ast.expr, module: nn.Module, without_key: Any = None) -> Any:
+        """The value of an expression for an instance; None if it needs more than that. without_key: where a dict that
+        it reads has no such key."""
         tree = ast.fix_missing_locations(ast.Expression(deep_copy(expression)))
         try:
             return eval(compile(tree, "<forward>", "eval"), self.globals, {self.self_name: module})
+        except KeyError:
+            return without_key
         except Exception:  # a local name, or anything that follows from its absence
             return None
 

@@ -43,10 +43,23 @@ ROLES = ("module", "query", "key", "value", "mask")
 
 # In patterns, X is the expression in which the next layer is searched.
 HEADS = ("{0}", "repeat_kv({0}, N)", "repeat_kv({0}, N) if C else {0}")
+SLICED = "mask[:, :, :, :key.shape[-2]]"
+"""Up to transformers 5.1 functions slice their mask: that of a static cache may have more columns than keys."""
+MASKS = {
+    "X + mask": "mask",
+    "X + mask if mask is not None else X": "mask",
+    "X + mask[:, :, :, :K.shape[-2]]": SLICED,
+    "X + mask[:, :, :, :K.shape[-2]] if mask is not None else X": f"{SLICED} if mask is not None else None",
+    "X + mask[:, :, :, :K.shape[-2]] if mask is not None and mask.ndim == 4 else X": (
+        f"{SLICED} if mask is not None and mask.ndim == 4 else None"
+    ),
+}
+"""How a mask is added -> the mask that the fused call is given."""
 OUTPUTS = ("matmul(X, V).transpose(1, 2)", "matmul(X, V).transpose(1, 2).contiguous()")
 LAYERS = {
     "cast": ("X.to(T.dtype)", "X.type(T.dtype)"),
     "dropout": ("dropout(X, p=dropout, training=module.training)",),
+    "head_mask": ("X * M if M is not None else X", "X * M.view(1, -1, 1, 1) if M is not None else X"),
     "no_sinks": ("X[..., :-1]", "X[..., :-1] if C else X"),
     "optional_sinks": (
         "softmax(cat([X, SINKS], dim=-1).float(), dim=-1)[..., :-1].to(T.dtype) if IF_SINKS "
@@ -55,15 +68,16 @@ LAYERS = {
     "softmax": ("softmax(X, dim=-1)", "softmax(X, dim=-1, dtype=float32)", "softmax(X, dim=-1, dtype=X.dtype)"),
     "shift": ("X - X.max(dim=-1, keepdim=True).values",),
     "sinks": ("cat([X, SINKS], dim=-1)", "cat([X, SINKS], dim=-1) if IF_SINKS else X"),
-    "mask": ("X + mask", "X + mask if mask is not None else X"),
+    "mask": tuple(MASKS),
     "bias": ("X + position_bias", "X + position_bias if position_bias is not None else X"),
     "softcap": ("tanh(X / softcap) * softcap if softcap is not None else X",),
 }
-"""Layers around X. The operator's softmax always subtracts the maximum, so an explicit "shift" changes nothing."""
+"""Layers around X. The operator's softmax always subtracts the maximum, so an explicit "shift" changes nothing. With a
+"head_mask", which functions up to transformers 4.57 take, the original runs."""
 SCORES = ("matmul(query, K.transpose(2, 3)) * SCALE", "matmul(query, K.transpose(2, 3))")
 ORDER = re.compile(
-    r"(cast )?(dropout )?(cast )?(no_sinks (cast )?softmax (shift )?sinks |optional_sinks |softmax )"
-    r"(mask )?((bias )?|(softcap )?)"
+    r"(cast )?((head_mask )?(dropout )?|dropout head_mask )(cast )?"
+    r"(no_sinks (cast )?softmax (shift )?sinks |optional_sinks |softmax )(mask )?((bias )?|(softcap )?)"
 )
 """The supported sequences of layers, from the outside in. A soft cap with sinks is not fused."""
 
@@ -244,19 +258,25 @@ def _recognise(
     output = first_match(OUTPUTS, result.elts[0])
     if output is None or first_match(_heads("value"), output[1]["V"]) is None:
         return Unsuitable(unknown.reason, f"{function.__name__}: its output is not that of probabilities @ value")
-    expression = output[1]["X"]
+    expression, returned = output[1]["X"], result.elts[1]
+    optional = first_match(("None if C else X",), returned)
+    if optional is not None:
+        returned = optional[1]["X"]
     cast = first_match(LAYERS["cast"], expression)
-    if not is_same(expression, result.elts[1]) and (cast is None or not is_same(cast[1]["X"], result.elts[1])):
+    if not is_same(expression, returned) and (cast is None or not is_same(cast[1]["X"], returned)):
         return unknown
 
     layers: dict[str, dict[str, ast.expr]] = {}
-    order, needs_mask = "", False
+    order, mask, needs_mask = "", "None", False
     while (layer := _outermost(expression)) is not None:
-        name, found = layer
-        needs_mask |= name == "mask" and not isinstance(expression, ast.IfExp)
+        name, text, found = layer
+        if name == "mask":
+            mask, needs_mask = MASKS[text], not isinstance(expression, ast.IfExp)
         order, layers[name], expression = f"{order}{name} ", found, found["X"]
     scores = first_match(SCORES, expression)
     if scores is None or first_match(_heads("key"), scores[1]["K"]) is None or not ORDER.fullmatch(order):
+        return unknown
+    if not is_same(layers.get("mask", {}).get("K", scores[1]["K"]), scores[1]["K"]):
         return unknown
 
     def own(expression: ast.expr) -> str:
@@ -267,22 +287,25 @@ def _recognise(
     found = layers.get("sinks") or layers.get("optional_sinks", {})
     if found:
         sinks = own(found["SINKS"]) + (f" if {own(found['IF_SINKS'])} else None" if "IF_SINKS" in found else "")
-    module, query, key, value, mask = (names[role] for role in ROLES)
-    tensors = f"{query}, {key}, {value}, {mask if 'mask' in layers else 'None'}"
+    module, query, key, value, _ = (names[role] for role in ROLES)
+    tensors = f"{query}, {key}, {value}, mask_"
+    is_plain = f"{own(layers['head_mask']['M'])} is None and " if "head_mask" in layers else ""
+    no_weights = "" if optional is None else f"None if {own(optional[1]['C'])} else "
     bias, softcap = ("position_bias" if "bias" in layers else "None"), ("softcap" if "softcap" in layers else "None")
     p = f"dropout if {module}.training else 0.0" if "dropout" in layers else "0.0"
     source = f"""\
 def attention({ast.unparse(without_annotations(arguments))}):
+    mask_ = {own(ast.parse(mask, mode="eval").body)}
     sinks_ = {sinks}
     scale_ = {own(scores[1].get("SCALE", ast.Constant(1.0)))}
-    if not fits_({tensors}, {bias}, sinks_, scale_):
+    if not ({is_plain}fits_({tensors}, {bias}, sinks_, scale_)):
         count_fallback_({module})
         return original_({passed_on(arguments)})
     count_fused_({module})
     output_, weights_ = attention_(
         {tensors}, scale=scale_, softcap={softcap}, position_bias={bias}, sinks=sinks_, dropout_p={p}
     )
-    return {output[0].replace("matmul(X, V)", "output_")}, weights_
+    return {output[0].replace("matmul(X, V)", "output_")}, {no_weights}weights_
 """
     return EagerFunction(
         function,
@@ -293,11 +316,12 @@ def attention({ast.unparse(without_annotations(arguments))}):
     )
 
 
-def _outermost(expression: ast.expr) -> tuple[str, dict[str, ast.expr]] | None:
+def _outermost(expression: ast.expr) -> tuple[str, str, dict[str, ast.expr]] | None:
+    """(layer, its pattern, the expressions in it)."""
     for name, patterns in LAYERS.items():
         found = first_match(patterns, expression)
         if found is not None:
-            return name, found[1]
+            return name, *found
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from ...cpu_advice import multiplies_bfloat16_in_vectors
 from ...ops.common.tracing import is_traced, is_transformed, watched_as
 from ..calls import count_fallback, original_class
 from ..classes import method_of
-from ..forward import Forward, read_forward
+from ..forward import Forward, places, read_forward
 from ..report import Unsuitable
 from ..rewriting import InForward, Rewriting
 from ..source import calls_in
@@ -34,6 +34,9 @@ from .verify import verify_attention, verify_mask
 
 IMPLEMENTATION = "onetrip"
 """The name under which register_attention registers."""
+
+_UNREGISTERED = object()
+"""In place of a function: the interface has none of that name, such as "eager"."""
 
 SDPA = """\
 def attention(
@@ -136,10 +139,12 @@ class Interface:
     forward: Forward
     questions: tuple[ast.expr, ...]
     """The expressions in the tree whose value is the function to call."""
+    defaults: tuple[ast.expr, ...]
+    """The eager functions of forwards that ask only if the implementation is not "eager" (up to transformers 5.0)."""
 
     def site(self, module: nn.Module, replace_sdpa: bool | None, shares_mask: bool) -> Attention | Unsuitable:
         """The attention function that the module calls now, if it can be fused. shares_mask: where SDPA stays."""
-        function = self._function(module)
+        function, questions = self._function(module)
         if function is None:
             return Unsuitable("unknown_forward", "its attention function depends on more than the module")
         if function is attention_forward:
@@ -150,25 +155,29 @@ class Interface:
             if not (replace_sdpa or not dropouts or may_be_slower(module, self.forward, dropouts)):
                 return SDPA_IN_USE
             shares_mask = shares_mask and not replace_sdpa and self._passes_mask()
-            return Attention(self.forward, self.questions, sdpa_function(function), not replace_sdpa, shares_mask)
+            return Attention(self.forward, questions, sdpa_function(function), not replace_sdpa, shares_mask)
         if _is_for_a_library(function):
             return Unsuitable("other_attention_in_use", function.__name__)
         found = read_eager_function(function)
-        return found if isinstance(found, Unsuitable) else Attention(self.forward, self.questions, found)
+        return found if isinstance(found, Unsuitable) else Attention(self.forward, questions, found)
 
     def mask_site(self, module: nn.Module) -> OneMask | None:
         """Of a module that calls SDPA now, with a mask and without a position bias."""
-        function = self._function(module)
+        function, questions = self._function(module)
         is_sdpa = function is not None and function is _sdpa() and self._passes_mask()
-        return OneMask(self.forward, self.questions, sdpa_function(function)) if is_sdpa else None
+        return OneMask(self.forward, questions, sdpa_function(function)) if is_sdpa else None
 
     def _passes_mask(self) -> bool:
         return any(map(_passes_mask, calls_in(self.forward.tree)))
 
-    def _function(self, module: nn.Module) -> Any:
-        """The one attention function that the module calls now; None if that depends on more than the module."""
-        functions = {self.forward.evaluated(question, module) for question in self.questions}
-        return functions.pop() if len(functions) == 1 else None
+    def _function(self, module: nn.Module) -> tuple[Any, tuple[ast.expr, ...]]:
+        """(the one attention function that the module calls now, the expressions whose value it is); the function is
+        None if it depends on more than the module."""
+        for questions in (self.questions, self.defaults):
+            functions = {self.forward.evaluated(question, module, _UNREGISTERED) for question in questions}
+            if functions != {_UNREGISTERED}:
+                break
+        return functions.pop() if len(functions) == 1 else None, questions
 
 
 def read_interface(cls: Any) -> Interface | Unsuitable | None:
@@ -183,7 +192,7 @@ def read_interface(cls: Any) -> Interface | Unsuitable | None:
     questions = tuple(node for node in ast.walk(read.tree) if is_question(node, names))
     if not questions:
         return Unsuitable("unknown_forward", "asks the attention interface in an unknown way")
-    return Interface(read, questions)  # type: ignore[arg-type]
+    return Interface(read, questions, tuple(value for _, value in _defaults(read)))  # type: ignore[arg-type]
 
 
 def _passes_mask(call: ast.Call) -> bool:
@@ -213,8 +222,8 @@ def interface_of(forward: Forward) -> Any:
 
 def _is_interface(value: object) -> bool:
     modeling = sys.modules.get("transformers.modeling_utils")
-    interface = getattr(modeling, "AttentionInterface", None)
-    return interface is not None and isinstance(value, interface)
+    shared = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)  # a dict up to transformers 4.50
+    return shared is not None and (value is shared or isinstance(value, getattr(modeling, "AttentionInterface", ())))
 
 
 def is_question(node: ast.AST, names: dict[str, Any]) -> bool:
@@ -236,17 +245,17 @@ def reads_strides(module: nn.Module) -> bool:
 
 
 def attention_functions(forward: Forward) -> set[str]:
-    """The names of a forward that are only assigned what is_question."""
+    """The names of a forward that are only assigned what is_question, or a default before it."""
     functions: set[str] = set()
     others: set[str] = set()
+    defaults = {id(value) for _, value in _defaults(forward)}
     for statement in ast.walk(forward.tree):
         match statement:
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ):
-                asks = any(is_question(node, forward.globals) for node in ast.walk(value))
-                (functions if asks else others).add(name)
+            ) if id(value) not in defaults:
+                (functions if _asks(value, forward) else others).add(name)
     return functions - others
 
 
@@ -260,6 +269,23 @@ def _may_drop(module: nn.Module, forward: Forward, p: ast.expr) -> bool:
     nodes = (node for node in ast.walk(p) if isinstance(node, ast.Attribute))
     values = [value for node in nodes if type(value := forward.evaluated(node, module)) in (int, float)]
     return not values or any(values)
+
+
+def _defaults(forward: Forward) -> Iterator[tuple[str, ast.expr]]:
+    """(name, function) of `name = function`, followed by `if implementation != "eager": name = <a question>`."""
+    for place in places(forward.tree.body):
+        match place.statement, place.following[:1]:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Name() as value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Name() as value),
+                [ast.If(test=ast.Compare(ops=[ast.NotEq()], comparators=[ast.Constant(value="eager")])) as asked],
+            ) if inspect.isfunction(forward.resolved(value)) and _asks(asked, forward):
+                yield name, value
+
+
+def _asks(tree: ast.AST, forward: Forward) -> bool:
+    """Whether part of a forward asks the interface."""
+    return any(is_question(node, forward.globals) for node in ast.walk(tree))
 
 
 def _is_bfloat16_on_cpu(module: nn.Module) -> bool:
@@ -353,9 +379,13 @@ def register_attention() -> None:
     For models created with that name (from_pretrained(..., attn_implementation="onetrip")); patch_model does not need
     it. Registers the function with AttentionInterface, and eager's masks with AttentionMaskInterface: otherwise
     transformers would drop the masks. Changes nothing else. Raises ImportError without transformers 4.53 or newer.
+    Models with a class for each implementation (BERT up to 4.57) do not know the name: transformers raises KeyError.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import eager_mask
+    except ImportError as error:
+        raise ImportError("register_attention: needs transformers 4.53 or newer") from error
 
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
@@ -388,12 +418,12 @@ def attention_forward(
 
 @cache
 def _own_eager_function(cls: Any) -> Any:
-    """The default that a class's forward passes to get_interface. Cached: attention_forward asks at each call."""
+    """The function that a class's forward calls for "eager". Cached: attention_forward asks at each call."""
     interface = read_interface(cls)
     if not isinstance(interface, Interface):
         return None
-    for question in interface.questions:
+    for question in (*interface.questions, *interface.defaults):
         match question:
-            case ast.Call(args=[_, ast.Name(id=name)]):
+            case ast.Call(args=[_, ast.Name(id=name)]) | ast.Name(id=name):
                 return interface.forward.globals.get(name)
     return None
