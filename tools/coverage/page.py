@@ -109,6 +109,15 @@ def page(record: dict[str, Any]) -> str:
             for place, n in found[kind]["places"].items()
         ]
         lines += [*_table([TITLES[kind], "adding module, norm or dropout: reason"], places), ""]
+    refused = record["refused"]["eager_functions"] | record["refused"]["own_softmax"]
+    lines += [
+        "## Attention that is left",
+        "",
+        "The table of all types counts sums alone. These functions and classes keep their attention:",
+        "",
+        *_table(["place", "reason"], ([f"`{place}`", reason.replace("|", "/")] for place, reason in refused.items())),
+        "",
+    ]
     header = ["type", "result", *(f"{TITLES[kind]} fused / traced" for kind in KINDS), "left, or why it does not run"]
     body = [
         [f"`{row['type']}`", row["result"].replace("_", " "), *(_pairs(row, kind) for kind in KINDS), _left(row)]
