@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
+from onetrip.patching.attention.cached import read_updates
+from onetrip.patching.forward import Forward, read_forward
 from outcomes import assert_agree, assert_compiles, loss_outcome
 from patching_cases import WIDTH, ZOO, tiny_model, token_ids, written
 from torch import Tensor, nn
@@ -48,6 +51,14 @@ def test_a_training_step_joins_nothing(name: str) -> None:
     assert_agree(loss_outcome(model, inputs), loss_outcome(original, inputs))
     assert set(report.calls().values()) == {(1, 0)}
     assert n_joined(original, inputs) - n_joined(model, inputs) == 2 * 2
+
+
+def test_a_cache_without_layers_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers 4.48: it keeps the keys and values of the first call as they are."""
+    read = read_forward(inspect.unwrap(transformers.models.gpt2.modeling_gpt2.GPT2Attention.forward))
+    assert isinstance(read, Forward) and read_updates(read)
+    monkeypatch.delattr(cache_utils, "DynamicLayer")
+    assert not read_updates(read)
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -32,7 +32,9 @@ PATTERN = "key_value_cache"
 def read_updates(forward: Forward) -> list[ast.Call]:
     """The updates whose results only attention functions read, and methods of the module (GPT-2's eager attention)."""
     functions = attention_functions(forward)
-    if not functions or writes_to_tensors(forward.tree):  # a cache and what it keeps are one tensor
+    if _library() is None or not functions:
+        return []
+    if writes_to_tensors(forward.tree):  # a cache and what it keeps are one tensor
         return []
     found = []
     for place in places(forward.tree.body):
@@ -83,8 +85,6 @@ class CacheUpdates(InForward):
     def verify(self, module: nn.Module) -> None:
         """Raise VerificationError unless a new cache has small keys and values, and joins others to them."""
         library = _library()
-        if library is None:
-            return
         device, dtype = kind_of(module)
         ours, theirs = library.DynamicCache(), library.DynamicCache()
         (key, value), more = ((torch.full((2, 1, n, 4), n, device=device, dtype=dtype),) * 2 for n in (3, 2))
@@ -117,7 +117,7 @@ def kept(cache: Any, key: Tensor, value: Tensor, index: int, *args: Any, **optio
 def _is_empty(cache: Any, update: Any, index: Any) -> bool:
     """Whether it is a DynamicCache, with transformers' method, whose layer of plain attention has nothing yet."""
     library = _library()
-    if library is None or type(cache) is not library.DynamicCache or update.__module__ != library.__name__:
+    if type(cache) is not library.DynamicCache or update.__module__ != library.__name__:
         return False
     if getattr(cache, "offloading", True) or type(index) is not int:  # older ones have no such attribute
         return False
