@@ -128,7 +128,9 @@ class LinearReduced(torch.autograd.Function):
         refuse_double_backward("cross_entropy")
         (dloss,), (others, is_mean) = grads, ctx.call
         if ctx.keeps_dlogits:
-            ctx.gradients = linear.products(*ctx.saved_tensors, *ctx.sizes, ctx.needs_input_grad[:3])
+            dlogits, index, hidden, weight = ctx.saved_tensors
+            (dtypes, n_rows), wants = ctx.sizes, ctx.needs_input_grad[:3]
+            ctx.gradients = linear.products(dlogits, index, hidden, weight, dtypes, n_rows, wants)
             ctx.factors = torch.ones(2, dtype=dloss.dtype, device="cpu")
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None
