@@ -111,6 +111,50 @@ def test_no_more_is_kept_than_by_torch(frozen, n_classes):
     torch.testing.assert_close(found, expected)
 
 
+ALL, FROZEN = (True, True, True), (True, False, False)
+CHOICES = {
+    "few rows": (True, {}, ALL),
+    "ignored rows do not count": (True, {"n_rows": 400, "n_kept": 60}, ALL),
+    "all gradients but of rows that count": (False, {"n_rows": 400, "n_kept": 160}, ALL),
+    "no rows": (True, {"n_kept": 0}, ALL),
+    "many rows": (False, {"n_rows": 200}, ALL),
+    "many rows, the bias alone": (True, {"n_rows": 200, "n_classes": 24}, (False, False, True)),
+    "a frozen weight": (True, {"n_rows": 60, "n_classes": 48}, FROZEN),
+    "a frozen weight of more classes": (False, {"n_rows": 60, "n_classes": 49}, FROZEN),
+    "several chunks": (False, {"chunk_rows": 26}, ALL),
+    "float16": (False, {"dtype": torch.float16}, ALL),
+    "a GPU's": (False, {"backend": "triton"}, ALL),
+    "a count that is not known": (False, {"n_kept": None}, ALL),
+    "one of several ranks": (False, {"part": object()}, ALL),
+}
+
+
+@pytest.mark.parametrize(("is_kept", "case", "wants"), CHOICES.values(), ids=CHOICES)
+def test_which_gradients_are_kept(is_kept, case, wants):
+    """24 columns. With all wanted, as many elements of the logits are kept as 24 (rows + classes), and no more."""
+    sizes = {
+        "n_rows": 27,
+        "n_classes": 200,
+        "chunk_rows": 0,
+        "dtype": torch.float32,
+        "backend": "cpu",
+        "part": None,
+    } | case
+    hidden, weight = (torch.empty(sizes[n], 24, dtype=sizes["dtype"]) for n in ("n_rows", "n_classes"))
+    labels, n_kept = torch.zeros(sizes["n_rows"], dtype=torch.int64), case.get("n_kept", sizes["n_rows"])
+    others = labels, CrossEntropyPlan(-100), sizes["backend"], sizes["chunk_rows"], n_kept, sizes["part"]
+    call = cross_entropy_linear.Linear(hidden, weight, None, *others)
+    assert cross_entropy_linear.keeps_dlogits(call, wants) == is_kept
+
+
+def test_rows_without_a_label_are_cheap():
+    """As of a text whose prompt fills the window: no gradient of a whole weight is made in forward."""
+    hidden, weight = torch.randn(4, 24, requires_grad=True), torch.randn(50, 24, requires_grad=True)
+    loss = ops.linear_cross_entropy(hidden, weight, torch.full((4,), -100))
+    assert loss == 0.0 and loss.grad_fn.keeps_dlogits
+    assert all(not gradient.any() for gradient in torch.autograd.grad(loss, (hidden, weight)))
+
+
 def test_operands_that_kernels_can_read_are_known_by_their_headers():
     hidden, weight, bias = torch.randn(2, 3, 4), torch.nn.Parameter(torch.randn(9, 4)), torch.randn(9)
     labels = torch.tensor([[0, -100, 8], [1, -100, 2]])

@@ -1,4 +1,4 @@
-"""Softmax in float64, and in torch's own float32, float16, bfloat16: what tests compare with."""
+"""Softmax in float64, and in torch's own dtypes: what tests compare with. Modules that call SDPA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from onetrip import ops
 from onetrip.reference.philox import dropout_scale
 from pairwise import short as short
-from torch import Tensor
+from patching_cases import written
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention as attend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RNG = (1234, 8)
@@ -69,3 +72,58 @@ def masks(shape: tuple[int, ...], device: str) -> dict[str, Tensor | None]:
 
 
 MASKS = tuple(masks((2, 3, 5, 7), "cpu"))
+
+
+N_TOKENS, WIDTH, N_HEADS = 12, 32, 4
+
+
+class Block(nn.Module):
+    """q, k and v of one tensor, and SDPA: the first statements and the last ones of all forwards here."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.p, self.bias = p, nn.Parameter(torch.randn(1, N_HEADS, N_TOKENS, N_TOKENS))
+        self.added = torch.zeros(1, 1, N_TOKENS, N_TOKENS).masked_fill(~keep(), -torch.inf)
+
+    def heads(self, x: Tensor, n: int = N_HEADS) -> Tensor:
+        return x.unflatten(-1, (N_HEADS, -1)).transpose(1, 2)[:, :n]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
+        p = self.p if self.training else 0.0
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Dropped(Block):
+    """With the probability as an attribute in the call."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def keep() -> Tensor:
+    """A bool mask that hides the last keys of the first example."""
+    mask = torch.ones(2, 1, N_TOKENS, N_TOKENS, dtype=torch.bool)
+    mask[0, ..., -4:] = False
+    return mask
+
+
+def x_of(dtype: torch.dtype = torch.float32, n_tokens: int = N_TOKENS) -> Tensor:
+    return torch.randn(2, n_tokens, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def calling(expression: str, before: str = "") -> Any:
+    """A block whose SDPA is this expression."""
+    body = f"""
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
+        {before}
+        y = {expression}
+        return self.out(y.transpose(1, 2).flatten(2))
+    """
+    names = {"functional": functional, "torch": torch, "attend": attend, "keep": keep}
+    return written(Block, body, names, "x, mask=None")

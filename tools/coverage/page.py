@@ -48,7 +48,7 @@ def _left(row: Row) -> str:
     """The reasons of the pairs that are left, and of a model that did not run."""
     if "why" in row:
         why = row["why"] if isinstance(row["why"], str) else "; ".join(row["why"])
-        return " ".join(why.split())[:110].replace("|", "/")
+        return " ".join(why.split())[:110]
     reasons = Counter[str]()
     for kind in KINDS:
         reasons += _reasons(row.get(kind, {}).get("left", {}))
@@ -57,7 +57,7 @@ def _left(row: Row) -> str:
 
 def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
     lines = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
 def page(record: dict[str, Any]) -> str:
@@ -113,9 +113,9 @@ def page(record: dict[str, Any]) -> str:
     lines += [
         "## Attention that is left",
         "",
-        "The table of all types counts sums alone. These functions and classes keep their attention:",
+        "The table of all types counts sums and dropouts. Attention of these functions and classes is not read:",
         "",
-        *_table(["place", "reason"], ([f"`{place}`", reason.replace("|", "/")] for place, reason in refused.items())),
+        *_table(["place", "reason"], ([f"`{place}`", reason] for place, reason in refused.items())),
         "",
     ]
     header = ["type", "result", *(f"{TITLES[kind]} fused / traced" for kind in KINDS), "left, or why it does not run"]

@@ -137,9 +137,10 @@ def linear_cross_entropy(
     gradients are computed in forward, where grad is enabled, and kept instead of activations; backward multiplies them
     by the incoming gradient. float16: until then each row has the weight 1 in them, so that they do not underflow
     before the factor of a loss scaler comes. With "none" backward computes the chunks again. Only gradients of what
-    requires grad are computed. Where the gradient of the logits is smaller than those of hidden and weight, it is kept
-    in their place, and backward computes them from it. Those of weight and bias are summed in float32. Deterministic
-    where torch's matrix products are. torch.export, torch.jit.trace and make_fx record it as "none", and reduce.
+    requires grad are computed. On a CPU the gradient of the logits is kept in their place where it is smaller, up to
+    one chunk and not in float16, and backward computes them from it. Those of weight and bias are summed in float32.
+    Deterministic where torch's matrix products are. torch.export, torch.jit.trace and make_fx record it as "none", and
+    reduce.
 
     process_group: the vocabulary is cut over its ranks (tensor parallelism). weight and bias hold this rank's classes:
     of n_classes in all, rank r has those from r * ceil(n_classes / n_ranks) on, as torch.chunk and a DTensor's Shard(0)

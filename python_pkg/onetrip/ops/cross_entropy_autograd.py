@@ -116,7 +116,7 @@ class LinearReduced(torch.autograd.Function):
         if ctx.keeps_dlogits:
             index = linear_call.kept_index()
             loss, dlogits = linear.total_and_dlogits(linear_call, index, is_mean)
-            ctx.sizes = linear.dtypes_of(weight, bias), hidden.shape[0]
+            ctx.dtypes_and_rows = linear.dtypes_of(weight, bias), hidden.shape[0]
             ctx.save_for_backward(dlogits, index, hidden if wants[1] else None, weight)
             return loss
         loss, ctx.gradients, ctx.factors = linear.reduced(linear_call, is_mean, wants)
@@ -129,7 +129,7 @@ class LinearReduced(torch.autograd.Function):
         (dloss,), (others, is_mean) = grads, ctx.call
         if ctx.keeps_dlogits:
             dlogits, index, hidden, weight = ctx.saved_tensors
-            (dtypes, n_rows), wants = ctx.sizes, ctx.needs_input_grad[:3]
+            (dtypes, n_rows), wants = ctx.dtypes_and_rows, ctx.needs_input_grad[:3]
             ctx.gradients = linear.products(dlogits, index, hidden, weight, dtypes, n_rows, wants)
             ctx.factors = torch.ones(2, dtype=dloss.dtype, device="cpu")
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients

@@ -213,6 +213,11 @@ def _logits(call: Linear, hidden: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.addmm(call.bias, hidden, call.weight.t(), out=out)
 
 
+def kept_rows(tensor: Tensor, index: Tensor | None) -> Tensor:
+    """index: Linear.kept_index."""
+    return tensor if index is None else tensor.index_select(0, index)
+
+
 class _Chunk(NamedTuple):
     rows: slice
     """Range among the rows that are kept."""
@@ -233,7 +238,7 @@ class _Kept:
     def __init__(self, call: Linear, wants_weight: bool = False) -> None:
         self.call = call
         self.index = call.kept_index()
-        self.labels = call.labels if self.index is None else call.labels[self.index]
+        self.labels = kept_rows(call.labels, self.index)
         self.n_rows = self.labels.numel()
         self.n_chunks = -(-self.n_rows // call.rows_at_once(wants_weight))
 
@@ -343,19 +348,20 @@ def mean_weight(labels: Tensor, n_kept: int | None, ignore_index: int, dtype: to
 
 
 def is_one_chunk(call: Linear) -> bool:
-    """Whether the rows that are kept are one chunk of the native kernel. Not of float16, see reduced."""
+    """Whether the rows that are kept are at most one chunk of the native kernel. Not of float16, see reduced."""
     return (
         call.backend == "cpu"
         and call.part is None
         and call.n_kept is not None
-        and 0 < call.n_kept <= call.rows_at_once()
+        and call.n_kept <= call.rows_at_once()
         and call.hidden.dtype != torch.float16
     )
 
 
 def keeps_dlogits(call: Linear, wants: Wants) -> bool:
     """Whether the gradient of the logits is kept until backward, and the products with it left to that: it is one
-    chunk, and takes no more memory than the gradients of hidden and weight, beside which hidden is always kept."""
+    chunk, and takes no more memory than the gradients of hidden and weight, beside which hidden is kept for a second
+    backward."""
     if not is_one_chunk(call):
         return False
     n_rows, n_hidden = call.hidden.shape
@@ -370,11 +376,10 @@ def total_and_dlogits(
 ) -> tuple[Tensor, Tensor]:
     """(sum or mean of the rows' losses, its gradient by the logits; without that, the logits), where is_one_chunk.
     index: kept_index; the logits are those of these rows."""
-    hidden, labels = call.hidden, call.labels
-    if index is not None:
-        hidden, labels = hidden[index], labels[index]
-    logits = _logits(call, hidden)
-    operands = (logits, labels, call.plan, logits.shape[0] if is_mean else 1)
+    logits = _logits(call, kept_rows(call.hidden, index))
+    if not call.n_kept:
+        return torch.zeros((), dtype=accumulator_dtype(logits.dtype), device="cpu"), logits
+    operands = (logits, kept_rows(call.labels, index), call.plan, max(logits.shape[0], 1) if is_mean else 1)
     if wants_dlogits:
         return cross_entropy_native.total_and_gradient_(*operands), logits
     return cross_entropy_native.total(*operands)[0], logits
@@ -393,7 +398,7 @@ def products(
             dhidden = dhidden.new_zeros(n_rows, dhidden.shape[1]).index_copy_(0, index, dhidden)
     if wants[1]:
         assert hidden is not None
-        dweight = (dlogits.t() @ (hidden if index is None else hidden[index])).to(dtypes[0])
+        dweight = (dlogits.t() @ kept_rows(hidden, index)).to(dtypes[0])
     dbias = dlogits.sum(dim=0, dtype=accumulator_dtype(dlogits.dtype)).to(dtypes[1]) if wants[2] else None
     return dhidden, dweight, dbias
 

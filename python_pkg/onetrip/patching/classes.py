@@ -26,7 +26,7 @@ from .. import ops
 from ..ops.row_norm import norm_of_sum
 from . import calls
 from .report import Unsuitable
-from .source import bare, define, definition, own_variables, parse
+from .source import bare, define, definition, own_names, own_variables, parse
 
 GLOBAL_NAMES: dict[str, Any] = {
     "Tensor": Tensor,
@@ -111,6 +111,12 @@ def method_of(cls: Any, name: str) -> Any:
     while (inner := wrapped(forward)) is not None:
         forward = inner
     return forward
+
+
+def calls_super(cls: Any) -> bool:
+    """Whether a class's forward may call what it overrides."""
+    forward = method_of(cls, "forward")
+    return isinstance(forward, FunctionType) and "super" in own_names(forward)
 
 
 def wrapped(function: Any) -> Any:

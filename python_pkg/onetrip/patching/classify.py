@@ -72,12 +72,13 @@ class Together:
     @property
     def named(self) -> InForward | Experts | VocabularyLoss:
         """The site that gives its name to the whole: the loss, else attention, else the last one in the forward that is
-        not minor, else shared inputs."""
+        not minor, else shared inputs, else the last one that fuses something."""
         first = [part for part in self.parts if isinstance(part, (VocabularyLoss, *_ATTENTION))]
         shared = [part for part in self.parts if isinstance(part, SharedInputs)]
         others = [part for part in self.parts if isinstance(part, InForward) and not part.is_minor]
         in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
-        return [*first, *in_forward, *shared, self.parts[-1]][0]
+        fused = [part for part in reversed(self.parts) if not isinstance(part, SdpaMasks)]
+        return [*first, *in_forward, *shared, *fused, self.parts[-1]][0]
 
     @property
     def pattern(self) -> str:

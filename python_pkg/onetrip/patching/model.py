@@ -18,6 +18,7 @@ from .activations import soft_caps
 from .attention import cached, eager, heads, one_mask
 from .calls import counter_of, original_class
 from .classes import (
+    calls_super,
     forward_diff,
     is_patched,
     is_stacked,
@@ -204,7 +205,9 @@ class _Patcher:
         blocks, leaves = ([named for named in modules if bool(named[1]._modules) is kind] for kind in (True, False))
         for name, module in reversed(blocks):
             found[id(module)] = site = self.site(name, module)
-            if isinstance(site, PatchedSite):
+            if isinstance(site, PatchedSite) and not calls_super(
+                original_class(type(module))
+            ):  # what that calls of them is not fused
                 absorbed |= {id(module._modules[child]) for child in rewrite_of(module).absorbed}
         absorbed |= uncalled_dropouts(module for _, module in modules)
         for name, module in leaves:

@@ -389,7 +389,9 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
     names = {**names, **defaults}
     source, made_name, owner = ast.unparse(tree), name, original.__qualname__.split(".")[-2:-1]
     if owner and owner[0].isidentifier():
-        source, made_name = f"class {owner[0]}:\n{textwrap.indent(source, '    ')}", f"{owner[0]}.{name}"
+        # Private names are mangled without the underscores that a class's begins with; these keep its own name free.
+        mangling = f"___{owner[0]}"
+        source, made_name = f"class {mangling}:\n{textwrap.indent(source, '    ')}", f"{mangling}.{name}"
     code = f"def make({', '.join(names)}):\n{textwrap.indent(source, '    ')}\n    return {made_name}\n"
     scope: dict[str, Any] = {}
     filename = f"<onetrip {pattern} of {original.__module__}.{original.__qualname__} {crc32(code.encode()):08x}>"

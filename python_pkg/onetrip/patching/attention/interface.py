@@ -104,13 +104,15 @@ def by_rule(original: Callable[..., Any], fused: Callable[..., Any], shares_mask
 def is_slower(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, has_bias: bool = False
 ) -> bool:
-    """Whether SDPA is slower than ops.attention: on a CPU, with dropout and in training with bfloat16.
+    """Whether SDPA is slower than ops.attention: on a CPU, with dropout but for float16, and in training with bfloat16.
 
     With dropout SDPA is composed of unfused operators there; its kernel for bfloat16 multiplies in float32
     (docs/benchmarks.md, attention).
     """
     on_cpu = (watched_as() or query.device.type) == "cpu"
-    return on_cpu and bool(dropout or (not has_bias and _trains_slowly(query, key, value, mask)))
+    if not on_cpu or query.dtype == torch.float16:
+        return False
+    return bool(dropout or (not has_bias and _trains_slowly(query, key, value, mask)))
 
 
 def _trains_slowly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -265,21 +267,29 @@ def may_be_slower(module: nn.Module, forward: Forward, given: Sequence[ast.expr]
 
 
 def _may_drop(module: nn.Module, forward: Forward, p: ast.expr) -> bool:
-    """Whether the module's attributes in an expression give a dropout above 0. Local names may."""
-    nodes = (node for node in ast.walk(p) if isinstance(node, ast.Attribute))
+    """Whether the module's attributes in an expression give a dropout above 0. Local names and calls may."""
+    nodes = (node for node in ast.walk(p) if isinstance(node, ast.Attribute) and not calls_in(node))
     values = [value for node in nodes if type(value := forward.evaluated(node, module)) in (int, float)]
     return not values or any(values)
 
 
 def _defaults(forward: Forward) -> Iterator[tuple[str, ast.expr]]:
-    """(name, function) of `name = function`, followed by `if implementation != "eager": name = <a question>`."""
+    """(name, function) of `name = function`, followed by `if implementation != "eager": name = <a question>`, where the
+    name is called only."""
+    called = {id(call.func) for call in calls_in(forward.tree)}
+    read = [node for node in ast.walk(forward.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    others = {node.id for node in read if id(node) not in called}
     for place in places(forward.tree.body):
         match place.statement, place.following[:1]:
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=ast.Name() as value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.Name() as value),
-                [ast.If(test=ast.Compare(ops=[ast.NotEq()], comparators=[ast.Constant(value="eager")])) as asked],
-            ) if inspect.isfunction(forward.resolved(value)) and _asks(asked, forward):
+                [
+                    ast.If(
+                        test=ast.Compare(ops=[ast.NotEq()], comparators=[ast.Constant(value="eager")]), orelse=[]
+                    ) as asked
+                ],
+            ) if name not in others and inspect.isfunction(forward.resolved(value)) and _asks(asked, forward):
                 yield name, value
 
 

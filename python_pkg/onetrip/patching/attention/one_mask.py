@@ -70,7 +70,9 @@ def is_shareable(mask: Tensor, query: Tensor) -> bool:
     """Whether SDPA would keep a mask of its own. One query, a step of generation, has a mask of its own anyway."""
     if calls.is_followed():  # before the shape is read
         return False
-    if not torch.is_grad_enabled() or mask.is_inference() or (is_in_torch_dispatch_mode() and watched_as() is None):
+    if not (torch.is_grad_enabled() and query.requires_grad) or mask.is_inference():
+        return False
+    if is_in_torch_dispatch_mode() and watched_as() is None:
         return False
     if calls.has_saved_tensor_hooks():  # they keep something else
         return False

@@ -48,14 +48,28 @@ class Arguments(NamedTuple):
 
     def fused(self) -> Tensor | None:
         """The result of the fused attention; None where it does not take them."""
-        query, key, value, mask, *_ = self
+        query, key, value, mask, p, is_causal, scale, enable_gqa = self
         for each in (query, key, value):
-            if type(each) not in _PLAIN or each.is_nested or each.dim() != 4:
+            if type(each) not in _PLAIN or each.is_nested or each.dim() != 4 or not each.shape[3]:
                 return None
-        is_known = mask is None or (type(mask) in _PLAIN and not self.is_causal)
-        if not is_known or not (self.enable_gqa or key.shape[1] in (1, query.shape[1])):  # SDPA raises
+        if mask is not None:
+            if type(mask) not in _PLAIN or is_causal or mask.is_inference():
+                return None
+            if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+                return None
+        is_number = type(p) in (int, float) and 0.0 <= p <= 1.0 and type(is_causal) is type(enable_gqa) is bool
+        if not is_number or not (enable_gqa or key.shape[1] in (1, query.shape[1])):  # SDPA raises
             return None
-        return fused_sdpa(attention, *self[:7])
+        output = fused_sdpa(attention, query, key, value, mask, p, is_causal, scale)
+        return None if output is None else _in_sdpas_layout(output, query, p)
+
+
+def _in_sdpas_layout(output: Tensor, query: Tensor, dropout_p: float) -> Tensor:
+    """Views of it must be possible where they are of what SDPA returns: contiguous with dropout, else as query."""
+    if dropout_p or query.is_contiguous():
+        return output.contiguous()
+    is_by_tokens = query.transpose(1, 2).is_contiguous()
+    return output.transpose(1, 2).contiguous().transpose(1, 2) if is_by_tokens else output
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,7 @@ def read_sdpa_calls(forward: Forward) -> tuple[ast.Call, ...]:
         call
         for call in calls_in(forward.tree)
         if forward.resolved(call.func) is _SDPA
+        and len(call.args) <= len(Arguments._fields) - 2  # the last two by name only
         and not any(isinstance(each, ast.Starred) for each in call.args)
         and all(each.arg in Arguments._fields for each in call.keywords)
     )
