@@ -205,9 +205,8 @@ class _Patcher:
         blocks, leaves = ([named for named in modules if bool(named[1]._modules) is kind] for kind in (True, False))
         for name, module in reversed(blocks):
             found[id(module)] = site = self.site(name, module)
-            if isinstance(site, PatchedSite) and not calls_super(
-                original_class(type(module))
-            ):  # what that calls of them is not fused
+            # What a forward overrides may call its children, too.
+            if isinstance(site, PatchedSite) and not calls_super(original_class(type(module))):
                 absorbed |= {id(module._modules[child]) for child in rewrite_of(module).absorbed}
         absorbed |= uncalled_dropouts(module for _, module in modules)
         for name, module in leaves:

@@ -354,8 +354,9 @@ CALLED = "output, weights = attention_interface("
             False,
         ),
         ("= eager_attention_forward", "= self.own_attention", False),
+        (CALLED, f"x = x if attention_interface is eager_attention_forward else x\n        {CALLED}", False),
     ],
-    ids=["eager", "another guard", "twice", "afterwards", "no question", "another function"],
+    ids=["eager", "another guard", "twice", "afterwards", "no question", "another function", "compared"],
 )
 def test_a_name_is_an_attention_function_s_where_eager_alone_does_not_ask(old: str, new: str, is_found: bool) -> None:
     """Elsewhere a function that is not transformers' may be called, which need not read views."""

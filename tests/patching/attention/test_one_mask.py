@@ -170,7 +170,7 @@ def test_a_mask_of_the_users_own_may_change_between_calls_and_layers() -> None:
 
 
 def test_one_query_and_other_masks_are_left_to_sdpa(made: list[int]) -> None:
-    """A step of generation, a mask that is added already, a position bias."""
+    """A step of generation, a mask that is added already, a position bias; a mask that no graph would keep."""
     model = sdpa("llama").eval()
     inputs = {key: value for key, value in padded_text("left").items() if key != "labels"}
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -183,6 +183,7 @@ def test_one_query_and_other_masks_are_left_to_sdpa(made: list[int]) -> None:
     patch_model(model, patterns=PATTERN)
     made.clear()
     model(token_ids(2, 12), attention_mask=torch.zeros(2, 1, 12, 12))
+    model.requires_grad_(False)(token_ids(2, 12), attention_mask=torch.ones(2, 1, 12, 12, dtype=torch.bool))
     t5 = sdpa("t5")
     assert not patch_model(t5, patterns=PATTERN).patched and not made
 

@@ -66,10 +66,7 @@ class Arguments(NamedTuple):
 
 def _in_sdpas_layout(output: Tensor, query: Tensor, dropout_p: float) -> Tensor:
     """Views of it must be possible where they are of what SDPA returns: contiguous with dropout, else as query."""
-    if dropout_p or query.is_contiguous():
-        return output.contiguous()
-    is_by_tokens = query.transpose(1, 2).is_contiguous()
-    return output.transpose(1, 2).contiguous().transpose(1, 2) if is_by_tokens else output
+    return output.contiguous() if dropout_p or query.is_contiguous() else output
 
 
 @dataclass(frozen=True)
