@@ -58,8 +58,19 @@ def test_beside_attention_step_by_step(p: float) -> None:
     assert report.calls()[""][0] - n_before == (p > 0)
 
 
+LAYOUTS = {
+    "by tokens": "",
+    "by heads": "q = q.contiguous()",
+    "by heads, a part": "q = torch.cat((q, q), 1)[:, :4]",
+    "by width": "q = q.transpose(2, 3).contiguous().transpose(2, 3)",
+    "tokens first": "q = q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)",
+    "a part of each token": "q = torch.cat((q, q), 3)[..., :8]",
+    "wider values": "v = torch.cat((v, v), 3)",
+}
+
+
 @pytest.mark.usefixtures("bfloat16_products")
-@pytest.mark.parametrize("before", ["", "q = q.contiguous()"], ids=["by tokens", "by heads"])
+@pytest.mark.parametrize("before", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.float32), (0.1, torch.bfloat16), (0.0, torch.bfloat16)], ids=str)
 def test_the_result_has_sdpas_layout(before: str, p: float, dtype: torch.dtype) -> None:
     """With scores of several cuts, too: views of it are possible as of SDPA's."""
@@ -67,12 +78,30 @@ def test_the_result_has_sdpas_layout(before: str, p: float, dtype: torch.dtype) 
         q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
         {before}
         return attend(q, k, v, None, self.p if self.training else 0.0)
-    """, {"attend": attend}, "x")(p).to(dtype)  # fmt: skip
+    """, {"attend": attend, "torch": torch}, "x")(p).to(dtype)  # fmt: skip
     model, original, report = patched_pair(block)
     for n_tokens in (64, 1024):
         x = torch.randn(4, n_tokens, WIDTH).to(dtype)
         assert model(x).stride() == original(x).stride()
     assert p == 0.0 or report.calls() == {"": (2, 0)}
+
+
+@pytest.mark.parametrize("frozen", ["q", "k", "v"])
+def test_a_mask_is_shared_beside_a_frozen_layer(frozen: str) -> None:
+    model, _, report = patched_pair(Block(), patterns=["attention_mask"])
+    model.get_submodule(frozen).requires_grad_(False)
+    model(x_of(), keep())
+    assert report.calls() == {"": (1, 0)}
+
+
+def test_a_mask_in_autocasts_dtype_is_added() -> None:
+    """Beside float32 queries, as a rotation in float32 leaves them."""
+    model, _, report = patched_pair(
+        calling("attend(q, k, v, mask.to(torch.bfloat16), self.p)", "q, k, v = q.float(), k.float(), v.float()")(0.5)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x_of(), model.added)
+    assert report.calls() == {"": (1, 0)}
 
 
 def test_float16_stays_sdpas() -> None:

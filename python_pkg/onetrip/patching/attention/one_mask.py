@@ -57,7 +57,7 @@ def with_one_mask(sdpa: Callable[..., Any], is_counted: bool = True) -> Callable
     ) -> Any:
         # A position bias, the fourth of the other arguments, is combined with a bool mask in another way.
         has_bias = len(args) > 3 or kwargs.get("position_bias") is not None
-        if attention_mask is not None and not has_bias and is_shareable(attention_mask, query):
+        if attention_mask is not None and not has_bias and is_shareable(attention_mask, query, key, value):
             if is_counted:
                 calls.count_fused(module)
             attention_mask = shared_mask(attention_mask, query)
@@ -66,11 +66,13 @@ def with_one_mask(sdpa: Callable[..., Any], is_counted: bool = True) -> Callable
     return attention
 
 
-def is_shareable(mask: Tensor, query: Tensor) -> bool:
+def is_shareable(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether SDPA would keep a mask of its own. One query, a step of generation, has a mask of its own anyway."""
     if calls.is_followed():  # before the shape is read
         return False
-    if not (torch.is_grad_enabled() and query.requires_grad) or mask.is_inference():
+    if not torch.is_grad_enabled() or mask.is_inference():
+        return False
+    if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
     if is_in_torch_dispatch_mode() and watched_as() is None:
         return False

@@ -55,7 +55,7 @@ class Arguments(NamedTuple):
         if mask is not None:
             if type(mask) not in _PLAIN or is_causal or mask.is_inference():
                 return None
-            if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            if mask.dtype not in (torch.bool, torch.float32, query.dtype, calls.autocast_dtype(query)):
                 return None
         is_number = type(p) in (int, float) and 0.0 <= p <= 1.0 and type(is_causal) is type(enable_gqa) is bool
         if not is_number or not (enable_gqa or key.shape[1] in (1, query.shape[1])):  # SDPA raises
@@ -65,8 +65,11 @@ class Arguments(NamedTuple):
 
 
 def _in_sdpas_layout(output: Tensor, query: Tensor, dropout_p: float) -> Tensor:
-    """Views of it must be possible where they are of what SDPA returns: contiguous with dropout, else as query."""
-    return output.contiguous() if dropout_p or query.is_contiguous() else output
+    """Views of it must be possible where they are of what SDPA returns."""
+    if dropout_p or output.shape[3] != query.shape[3] or query.stride(3) != 1:
+        return output.contiguous()
+    strides = torch.empty_like(query, device="meta").stride()
+    return output if output.stride() == strides else torch.empty_like(query, dtype=output.dtype).copy_(output)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Sdpa:
                 return output
             calls.count_fallback(module)
         mask, query = given.attn_mask, given.query
-        if self.shares_mask and mask is not None and one_mask.is_shareable(mask, query):
+        if self.shares_mask and mask is not None and one_mask.is_shareable(mask, *given[:3]):
             if self.is_replaced is False:
                 calls.count_fused(module)
             given = given._replace(attn_mask=one_mask.shared_mask(mask, query))
