@@ -109,13 +109,13 @@ def page(record: dict[str, Any]) -> str:
             for place, n in found[kind]["places"].items()
         ]
         lines += [*_table([TITLES[kind], "adding module, norm or dropout: reason"], places), ""]
-    refused = record["refused"]["eager_functions"] | record["refused"]["own_softmax"]
+    unread = record["refused"]["eager_functions"] | record["refused"]["own_softmax"]
     lines += [
         "## Attention that is left",
         "",
         "The table of all types counts sums and dropouts. Attention of these functions and classes is not read:",
         "",
-        *_table(["place", "reason"], ([f"`{place}`", reason] for place, reason in refused.items())),
+        *_table(["place", "reason"], ([f"`{place}`", reason] for place, reason in unread.items())),
         "",
     ]
     header = ["type", "result", *(f"{TITLES[kind]} fused / traced" for kind in KINDS), "left, or why it does not run"]

@@ -379,7 +379,7 @@ def total_and_dlogits(
     logits = _logits(call, kept_rows(call.hidden, index))
     if not call.n_kept:
         return torch.zeros((), dtype=accumulator_dtype(logits.dtype), device="cpu"), logits
-    operands = (logits, kept_rows(call.labels, index), call.plan, max(logits.shape[0], 1) if is_mean else 1)
+    operands = (logits, kept_rows(call.labels, index), call.plan, logits.shape[0] if is_mean else 1)
     if wants_dlogits:
         return cross_entropy_native.total_and_gradient_(*operands), logits
     return cross_entropy_native.total(*operands)[0], logits

@@ -57,8 +57,8 @@ class Arguments(NamedTuple):
                 return None
             if mask.dtype not in (torch.bool, torch.float32, query.dtype, calls.autocast_dtype(query)):
                 return None
-        is_number = type(p) in (int, float) and 0.0 <= p <= 1.0 and type(is_causal) is type(enable_gqa) is bool
-        if not is_number or not (enable_gqa or key.shape[1] in (1, query.shape[1])):  # SDPA raises
+        is_valid = type(p) in (int, float) and 0.0 <= p <= 1.0 and type(is_causal) is type(enable_gqa) is bool
+        if not is_valid or not (enable_gqa or key.shape[1] in (1, query.shape[1])):  # SDPA raises
             return None
         output = fused_sdpa(attention, query, key, value, mask, p, is_causal, scale)
         return None if output is None else _in_sdpas_layout(output, query, p)
