@@ -211,7 +211,7 @@ def _bfloat16(bits):
 @triton.jit
 def _split(master, PARAM_DTYPE: tl.constexpr, BITS: tl.constexpr):
     """reference.rounding.split: (weight, residual of BITS bits as int32)."""
-    if PARAM_DTYPE.is_bf16():
+    if PARAM_DTYPE == tl.bfloat16:
         bits = master.to(tl.int32, bitcast=True)
         lower = (bits << 16) >> 16
         upper = tl.where(master != master, _NAN, bits - lower)

@@ -115,11 +115,13 @@ def test_compiled_column():
 
 
 def test_compiler_that_fails_is_a_line(monkeypatch):
-    def broken(model):
-        def forward(**batch):
-            raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no compiler found"), None)
+    def backend(*_):
+        raise RuntimeError("no compiler found")
 
-        return forward
+    fails = torch.compile(torch.neg, backend=backend)
+
+    def broken(model):
+        return lambda **batch: fails(torch.ones(1))
 
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(anatomy.UsageError, match=r"--columns compiled: torch\.compile failed here") as failed:

@@ -55,7 +55,8 @@ def glu(
     limit, alpha, up_offset: for "silu" only, the SwiGLU of gpt-oss (1.702, 1.0 and limit 7.0;
     OpenAI 2025) and of DeepSeek-V4 (limit alone): dropout(g * sigmoid(alpha * g) * (u + up_offset)), g = min(gate,
     limit), u = clamp(up, -limit, limit). limit None or infinite: no bounds. Gradients as torch.clamp's: 0 beyond the
-    bounds, which are float32 numbers here; torch rounds them to a 16-bit gate's dtype.
+    bounds, and 1 at them (from torch 2.14 on, clamp's is 0 there). The bounds are float32 numbers here; torch rounds
+    them to a 16-bit gate's dtype.
     dropout_p, rng: as bias_dropout_residual. No mask is stored: backward draws it again.
 
     Returns a tensor of gate's shape, of the dtype that torch's expression has, and of gate's memory layout: strides as

@@ -122,6 +122,7 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
     """patch_model for the duration of a with block, with the same options. Yields the report.
 
     On exit, also by an exception, the sites patched on entry are restored. Sites patched before stay patched.
+    Raises on exit what unpatch_model raises.
     """
     before = _patched_modules(model)
     report = patch_model(model, **options)
@@ -142,7 +143,7 @@ def _restore(model: nn.Module, kept: Container[int]) -> None:
     for name, module in model.named_modules():
         if is_stacked(module) and id(module) not in kept:
             raise RuntimeError(
-                f"unpatch_model: {name} was given the class {type(module).__name__} on top of the patched one "
+                f"unpatch_model: {name or 'the model'} was given the class {type(module).__name__} on top of the patched one "
                 "(by parametrize or fully_shard?): undo that first"
             )
     for module in model.modules():

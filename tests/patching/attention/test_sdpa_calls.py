@@ -104,7 +104,13 @@ def test_a_call_that_does_not_fit_is_sdpa(call: str) -> None:
     """
     names = {"attend": attend, "torch": torch, "keep": keep, "Tagged": Tagged, "N_HEADS": N_HEADS}
     model, original, report = patched_pair(written(Block, body, names)(), attention=True, patterns=[PATTERN])
-    assert_equal(outcome(model, x_of()), outcome(original, x_of()))
+    try:
+        expected = outcome(original, x_of())
+    except RuntimeError:  # torch 2.14 rejects is_causal beside a mask
+        with pytest.raises(RuntimeError):
+            outcome(model, x_of())
+    else:
+        assert_equal(outcome(model, x_of()), expected)
     assert report.calls() == {"": (0, 1)}
 
 
