@@ -6,12 +6,17 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from onetrip.patching import PatchReport, patch_model
 from torch import Tensor, nn
 
 Outcome = dict[str, Tensor]
 """Outputs and gradients by name."""
+
+compiles_transformers = pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="transformers 5 does not compile beside torch 2.6"
+)
 
 
 def patched_pair(module: nn.Module, **options: Any) -> tuple[Any, Any, PatchReport]:

@@ -143,8 +143,8 @@ def _restore(model: nn.Module, kept: Container[int]) -> None:
     for name, module in model.named_modules():
         if is_stacked(module) and id(module) not in kept:
             raise RuntimeError(
-                f"unpatch_model: {name or 'the model'} was given the class {type(module).__name__} on top of the patched one "
-                "(by parametrize or fully_shard?): undo that first"
+                f"unpatch_model: {name or 'the model'} was given the class {type(module).__name__} on top of the "
+                "patched one (by parametrize or fully_shard?): undo that first"
             )
     for module in model.modules():
         if is_patched(module) and id(module) not in kept:

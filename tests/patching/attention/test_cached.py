@@ -14,7 +14,7 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
 from onetrip.patching.attention.cached import read_updates
 from onetrip.patching.forward import Forward, read_forward
-from outcomes import assert_agree, assert_compiles, loss_outcome
+from outcomes import assert_agree, assert_compiles, compiles_transformers, loss_outcome
 from patching_cases import WIDTH, ZOO, tiny_model, token_ids, written
 from torch import Tensor, nn
 
@@ -176,5 +176,6 @@ def test_attention_false_leaves_the_cache_alone() -> None:
     assert not [site for site in patch_model(model, attention=False).patched if site.pattern == ONLY[0]]
 
 
+@compiles_transformers
 def test_compiles_without_a_break() -> None:
     assert_compiles(pair("llama")[0], ZOO["llama"].inputs(), compute=loss_outcome, patterns=ONLY)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import one_mask
-from outcomes import Outcome, assert_agree, assert_equal, loss_outcome
+from outcomes import Outcome, assert_agree, assert_equal, compiles_transformers, loss_outcome
 from patching_cases import ZOO, padded_text, tiny_model, token_ids
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -188,6 +188,7 @@ def test_one_query_and_other_masks_are_left_to_sdpa(made: list[int]) -> None:
     assert not patch_model(t5, patterns=PATTERN).patched and not made
 
 
+@compiles_transformers
 def test_compiled_and_transformed_calls_see_the_bool_mask(made: list[int]) -> None:
     model, inputs = sdpa("bert").train(), padded_text()
     patch_model(model, patterns=PATTERN)
