@@ -101,7 +101,7 @@ def _may_be_added_to(tensor: Tensor) -> bool:
     other operand, which hooks may keep; nor in a backward with create_graph, where gradients are enabled."""
     if torch.is_grad_enabled() or not tensor.is_contiguous() or not have_storage(tensor):
         return False
-    storage = tensor.untyped_storage()  # named, so that every torch counts it: from 2.10 on a tensor keeps the object
+    storage = tensor.untyped_storage()  # named, so that it is counted: torch 2.9 would drop it before, 2.13 keeps it
     return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor and this object
 
 
