@@ -321,6 +321,34 @@ def test_keeps_query_key_value_and_one_tensor_of_probabilities(name: str, dropou
     assert len(of_scores) == 1 and len(kept) == 4
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("name", "learns", "kept"),
+    [
+        ("plain", {"value"}, set()),
+        ("plain", {"query"}, {"key", "value"}),
+        ("plain", {"key", "value"}, {"query", "value"}),
+        ("bias", {"bias"}, {"value"}),
+        ("sinks", {"sinks"}, {"value"}),
+        ("softcap-mask", {"value"}, set()),
+        ("softcap-mask", {"query"}, {"query", "key", "value"}),
+    ],
+)
+def test_keeps_only_what_the_wanted_gradients_read(
+    name: str, learns: set[str], kept: set[str], dropout_p: float
+) -> None:
+    case = replace(CASES[name], dropout_p=dropout_p)
+    tensors = {key: x.requires_grad_(key in learns) for key, x in drawn(case).items()}
+    mask = padding(torch.float32) if case.mask else None
+    (output, _), saved = saved_tensors(lambda: ours(tensors, mask, case, 0.35))
+    shapes = {each.tensor.shape for each in saved if each.tensor.untyped_storage().nbytes() > 4}
+    assert kept == {key for key in ("query", "key", "value") if tensors[key].shape in shapes}
+    wanted = [x for x in tensors.values() if x.requires_grad]
+    expected, _ = eager(tensors, mask, case, 0.35)
+    dy = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(torch.autograd.grad(output, wanted, dy), torch.autograd.grad(expected, wanted, dy))
+
+
 def test_refuses_a_soft_cap_beside_sinks() -> None:
     with pytest.raises(ValueError, match="softcap must be None"):
         ours(drawn(CASES["sinks"]), None, Case(sinks=True, softcap=1.0), 0.35)

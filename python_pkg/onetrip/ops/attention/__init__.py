@@ -201,8 +201,14 @@ def _beside_sinks(mask: Tensor | None, n_keys: int) -> Tensor | None:
     )
 
 
+def _without_memory(tensor: Tensor) -> Tensor:
+    """For its shape only."""
+    return tensor.new_empty(()).expand(tensor.shape)
+
+
 class _Attention(torch.autograd.Function):
-    """Saves query, key, value, and weights or, where dropout made them another tensor, the probabilities."""
+    """Saves what the wanted gradients read of query, key and value, and weights or, where dropout made them another
+    tensor, the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, *operands_and_call: Any) -> tuple[Tensor, Tensor]:
@@ -210,7 +216,12 @@ class _Attention(torch.autograd.Function):
         operands = as_products_read(operands, plan)
         output, weights, p = attend(operands, rng, plan)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operands[:3], weights if p is None else p)
+        of_query, of_key, _, *of_added = ctx.needs_input_grad[:6]
+        of_scores = of_query or of_key or any(of_added)
+        capped = of_scores and plan.has_softcap  # worked out again
+        reads = (of_key or capped, of_query or capped, of_scores)
+        saved = [each if is_read else _without_memory(each) for each, is_read in zip(operands[:3], reads, strict=True)]
+        ctx.save_for_backward(*saved, weights if p is None else p)
         ctx.plan = plan
         ctx.kinds = tuple(None if each is None else (tuple(each.shape), each.dtype) for each in operands[3:])
         return output, weights
