@@ -45,6 +45,7 @@ class Launch:
     __slots__ = ("_compiled", "_constants", "_last", "grid", "kernel", "named")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **named: Any) -> None:
+        named = {"enable_fp_fusion": True, **named}  # triton 3.10's default is another one
         self.kernel, self.grid, self.named = kernel, grid, named
         self._last: tuple[Any, ...] = ()
         self._constants: tuple[Any, ...] | None = None

@@ -126,6 +126,12 @@ def test_what_is_compiled_anew(new: dict[str, Any], kernel: Kernel) -> None:
     assert kernel.searches == 2
 
 
+def test_products_and_sums_fuse_unless_a_kernel_forbids_it() -> None:
+    """Whatever Triton's default is."""
+    assert launching.Launch(Kernel(), (2,), **GIVEN).named["enable_fp_fusion"] is True
+    assert launching.Launch(Kernel(), (2,), **GIVEN, enable_fp_fusion=False).named["enable_fp_fusion"] is False
+
+
 def test_another_device_and_another_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     run(kernel)
     monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)

@@ -292,10 +292,22 @@ _CPU_FLASH: dict[str, tuple[Callable[..., int], int]] = {
 """Operators that torch's registry lacks: what counts them, from the shapes of so many arguments."""
 
 
+def _with_heads_of_query(args: Any) -> Any:
+    """Shapes instead of tensors, of (batch, heads, length, width). torch 2.9 counts no groups of heads."""
+    shapes = [each.shape if isinstance(each, Tensor) else each for each in args]
+    n_heads = max(each[1] for each in shapes if isinstance(each, torch.Size) and len(each) == 4)
+    return [
+        torch.Size((each[0], n_heads, *each[2:])) if isinstance(each, torch.Size) and len(each) == 4 else each
+        for each in shapes
+    ]
+
+
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if "scaled_dot_product" in func._schema.name:
+        args = _with_heads_of_query(args)
     if known := _CPU_FLASH.get(func._schema.name):
         count_shapes, n_arguments = known
-        return count_shapes(*(tensor.shape for tensor in args[:n_arguments]))
+        return count_shapes(*args[:n_arguments])
     count: Any = flop_registry.get(func._overloadpacket)
     if "dtype" in func._overloadname:  # torch's formulas do not know these overloads' out_dtype
         args = tuple(each for each in args if not isinstance(each, torch.dtype))
