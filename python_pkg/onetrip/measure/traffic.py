@@ -293,13 +293,13 @@ _CPU_FLASH: dict[str, tuple[Callable[..., int], int]] = {
 
 
 def _with_heads_of_query(args: Any) -> Any:
-    """Shapes instead of tensors, of (batch, heads, length, width). torch 2.9 counts no groups of heads."""
-    shapes = [each.shape if isinstance(each, Tensor) else each for each in args]
-    n_heads = max(each[1] for each in shapes if isinstance(each, torch.Size) and len(each) == 4)
-    return [
-        torch.Size((each[0], n_heads, *each[2:])) if isinstance(each, torch.Size) and len(each) == 4 else each
-        for each in shapes
-    ]
+    """The shapes instead of tensors of (batch, heads, length, width). torch 2.9 counts no groups of heads."""
+
+    def has_heads(each: Any) -> bool:
+        return isinstance(each, Tensor) and each.dim() == 4
+
+    n_heads = max(each.shape[1] for each in args if has_heads(each))
+    return [torch.Size((each.shape[0], n_heads, *each.shape[2:])) if has_heads(each) else each for each in args]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
