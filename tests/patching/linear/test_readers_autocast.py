@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -325,3 +326,12 @@ def test_a_checkpoint_of_layers_that_run_several_times(
 
     for _ in range(2):
         assert_agree(gradients(model), gradients(original), 3e-2)
+
+
+def test_weights_can_be_swapped_after_a_step(x: Tensor) -> None:
+    """torch.utils.swap_tensors raises where a weight has weak references."""
+    model = nn.Sequential(PreNorm())
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).square().sum().backward()
+    assert all(weakref.getweakrefcount(parameter) == 0 for parameter in model.parameters())

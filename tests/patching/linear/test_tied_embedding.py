@@ -24,7 +24,7 @@ from outcomes import (
 )
 from patching_cases import HIDDEN, build, written
 from torch import Tensor, nn
-from torch.nn import functional  # noqa: F401 (a forward reads it)
+from torch.nn import functional
 
 VOCABULARY, WIDTH = 8192, 32  # as small as is worth it
 
@@ -214,6 +214,21 @@ def test_changes_after_patching(name: str, is_between: bool) -> None:
         return parameter_gradients(model)
 
     assert_agree(run(model), run(theirs), 1e-6)
+
+
+@pytest.mark.parametrize("is_patched", [True, False], ids=["patched", "unpatched again"])
+def test_a_matrix_that_grows_after_a_call_of_the_embedding_alone(is_patched: bool) -> None:
+    """As resize_token_embeddings does it: the parameter stays, and its node of the graph must not."""
+    model, ids = made(), some_ids()
+    patch_model(model)
+    model.embed(ids).sum().backward()
+    if not is_patched:
+        unpatch_model(model)
+    weight = model.embed.weight
+    weight.data, weight.grad = torch.randn(VOCABULARY + 3, WIDTH), None
+    # More tokens than are worth an alias.
+    functional.linear(model.embed(ids.repeat(VOCABULARY, 1)[:VOCABULARY]).mean(0), weight).sum().backward()
+    assert weight.grad is not None and weight.grad.shape == weight.shape
 
 
 def test_another_dtype_after_patching() -> None:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
@@ -126,8 +125,8 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.has_cast = weight.dtype, not x.dtype == weight.dtype == cast.dtype
         if weight.dtype != cast.dtype:
-            uncast, weight = weight, weight.to(cast.dtype)
-            _casts[uncast] = weakref.ref(weight)
+            uncast, weight = id(weight), weight.to(cast.dtype)
+            _casts[uncast] = weight
         ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
         ctx.shape, ctx.readers, ctx.dropout, ctx.scale = x.shape, readers, dropout, scale
         readers.nodes.append(weakref.ref(ctx))
@@ -279,8 +278,9 @@ def multiplied(dense: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     return _read(dense, x, weight, bias)[0]
 
 
-_casts: Any = WeakIdKeyDictionary()
-"""Weight -> (weak reference to) its last cast, which lives as long as a graph keeps it."""
+_casts: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""id(weight) -> its last cast, as long as a graph keeps it. Weights have no weak references: torch.utils.swap_tensors
+raises where there are some."""
 
 
 def _widens_gradient(x: Tensor, weight: Tensor) -> bool:
@@ -293,7 +293,7 @@ def _widens_gradient(x: Tensor, weight: Tensor) -> bool:
     half = calls.autocast_dtype(x)
     if half is None or not weight.requires_grad or not widens(x, weight.dtype, half) or calls.has_saved_tensor_hooks():
         return False
-    return weight not in _casts or _casts[weight]() is None
+    return id(weight) not in _casts
 
 
 def read_as_residual(x: Tensor, result: Tensor) -> None:

@@ -106,9 +106,21 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.dtype
 
 
+def forget(module: nn.Module) -> None:
+    """Let go of the alias that an embedding left, where no output layer has followed.
+
+    The alias keeps the matrix's node of the graph, which expects gradients of the shape that the matrix had at first.
+    """
+    if _aliases.get(id(module)) is not None:
+        _aliases[id(module)] = None
+
+
 def embedded(module: Any, ids: Any) -> Tensor:
     """nn.Embedding.forward."""
+    if calls.is_followed():
+        return nn.Embedding.forward(module, ids)
     if not _is_fusable(module, ids):
+        forget(module)
         return nn.Embedding.forward(module, ids)
     weight = module.weight
     before = _take(weight)
@@ -129,7 +141,7 @@ def scaled(y: Tensor, scale: Any) -> Tensor:
 
 
 def _is_fusable(module: Any, ids: Any) -> bool:
-    if calls.is_followed() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
+    if not torch.is_grad_enabled() or not isinstance(ids, Tensor):
         return False
     weight = module.weight
     if not weight.requires_grad or not weight.is_leaf or not weight.is_contiguous():
