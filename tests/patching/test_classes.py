@@ -419,8 +419,7 @@ def test_subclass_hooks_of_users_do_not_see_patched_classes(make: type[nn.Module
     assert "" in {site.name for site in patch_model(model).patched}
     torch.testing.assert_close(model(x, x), expected)
     assert Registered.known == before and type(model).__bases__ == (make,)
-    is_checkpointed = "forward_with_checkpointing" in type(model).forward.__code__.co_name
-    assert is_checkpointed == issubclass(make, GradientCheckpointingLayer)
+    assert type(model).forward.__code__.co_name == make.forward.__code__.co_name  # a library may have wrapped it
 
 
 class OfAFunction(Tail):

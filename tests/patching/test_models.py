@@ -155,6 +155,8 @@ DROPOUT: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("name", DROPOUT)
 def test_gradient_checkpointing_draws_the_same_masks(name: str, use_reentrant: bool, autocast: bool) -> None:
     """A reentrant checkpoint runs forward without gradients first: what depends on them must not choose who draws."""
+    if use_reentrant and autocast and torch.__version__ < (2, 10):
+        pytest.skip("reentrant checkpoints under autocast have wrong gradients up to torch 2.9, unpatched, too")
     model, inputs = build(name, **dict.fromkeys(DROPOUT[name], 0.3)).train(), ZOO[name].inputs()
     patch_model(model)
     read: dict[str, list[Tensor]] = {}

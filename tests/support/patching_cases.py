@@ -81,6 +81,8 @@ def written(
     defined: dict[str, Any] = {"base": base}
     exec(compile("".join(source), file, "exec"), names, defined)
     cls = defined[base.__name__]
+    if "__firstlineno__" in vars(base):  # Python 3.13 would read the module's file from the line in the text above on
+        cls.__firstlineno__ = base.__firstlineno__
     assert decorators or isinstance(parse(vars(cls)[method]), ast.FunctionDef)  # patterns can read it
     return cls
 
@@ -267,7 +269,7 @@ ZOO = {
     "t5": Case("T5ForConditionalGeneration", T5 | {"dropout_rate": 0.0}, causal),
     "llama": Case("LlamaForCausalLM", DECODER, causal),
     "gemma": Case("GemmaForCausalLM", DECODER, causal),
-    "gemma2": Case("Gemma2ForCausalLM", DECODER, causal),
+    "gemma2": Case("Gemma2ForCausalLM", DECODER | {"attn_implementation": "eager"}, causal),
     "gemma3": Case("Gemma3ForCausalLM", DECODER, causal),
     "olmo": Case("OlmoForCausalLM", DECODER, causal),
     "olmo2": Case("Olmo2ForCausalLM", DECODER, causal),

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from onetrip import anatomy
 from onetrip.ops import row_norm_autograd
 from onetrip.ops.common.backends import HALF
 from onetrip.patching import patch_model, patched, unpatch_model
 from onetrip.patching.linear import readers
 from outcomes import Outcome, assert_agree, parameter_gradients
+from packaging.version import Version
 from patching_cases import (
     TAIL_DROPOUT,
     WIDTH,
@@ -242,10 +244,12 @@ class WeightCasts(Casts):
         return y
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 10), reason="no out_dtype in torch's mm, or not for fake tensors")
 @pytest.mark.parametrize("name", ["bert", "bart"])
 def test_on_a_gpu_products_leave_gradients_of_weights_in_float32(name: str) -> None:
-    """Where a sum or an activation adds the layer's bias, and of tied output layers, in a step that is only counted."""
+    """Where a sum or an activation adds the layer's bias, and of tied output layers, in a step that is only counted.
+    torch before 2.13 has no such products of fake tensors."""
+    if name == "bart" and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("BART's forward looks at data")
     mode = FakeTensorMode()
     model = anatomy.fake_copy(build(name), mode, torch.float32).train()
     make_batch, sgd = partial(anatomy.make_batch, model, 2, 8), anatomy.OPTIMIZERS["sgd"]
@@ -261,7 +265,7 @@ def test_on_a_gpu_products_leave_gradients_of_weights_in_float32(name: str) -> N
         anatomy.predict(model, make_batch, sgd, mode, peak_only=True, context=counted, **how)
         return casts.n
 
-    assert n_casts("cuda") == 0 < n_casts("cpu")
+    assert (n_casts("cuda") == 0) == (torch.__version__ >= (2, 13)) and n_casts("cpu") > 0
 
 
 class Repeated(nn.Module):

@@ -278,7 +278,7 @@ def test_other_layers_are_no_sites() -> None:
 @pytest.mark.parametrize("name", ["Dinov2", "Beit"])
 def test_models_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 48, "patch_size": 8}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 48, "patch_size": 4}
     more = {"intermediate_size": 32, "layer_scale_init_value": 0.1} if name == "Beit" else {}
     config = getattr(transformers, f"{name}Config")(**sizes, **more)
     torch.manual_seed(0)

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Path: TypeAlias = Literal["composed", "traced", "eager"]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
 _watched_as: ContextVar[str | None] = ContextVar("onetrip_watched_as", default=None)
 _times: ContextVar[int] = ContextVar("onetrip_times", default=1)
 
@@ -101,7 +100,8 @@ def is_recorded() -> bool:
     """Whether torch.jit.trace, torch.export or make_fx records a traced call. Their graphs may run where gradients are
     wanted, if none are now; torch.compile makes another graph then."""
     if torch.compiler.is_dynamo_compiling():
-        return _is_exporting()
+        # The flag of is_exporting(), which is true in every compile before torch 2.13. torch 2.6 has none.
+        return getattr(torch.compiler, "_is_exporting_flag", False)
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return is_jit_tracing() or get_proxy_mode() is not None
