@@ -81,7 +81,7 @@ def written(
     defined: dict[str, Any] = {"base": base}
     exec(compile("".join(source), file, "exec"), names, defined)
     cls = defined[base.__name__]
-    if "__firstlineno__" in vars(base):  # Python 3.13 would read the module's file from the line in the text above on
+    if "__firstlineno__" in vars(base):  # Python 3.13 would take it for a line of the module's file
         cls.__firstlineno__ = base.__firstlineno__
     assert decorators or isinstance(parse(vars(cls)[method]), ast.FunctionDef)  # patterns can read it
     return cls

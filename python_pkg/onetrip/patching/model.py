@@ -149,7 +149,7 @@ def _restore(model: nn.Module, kept: Container[int]) -> None:
     for module in model.modules():
         if is_patched(module) and id(module) not in kept:
             restore_class(module)
-            tied_embedding.forget(module)
+            tied_embedding.drop_alias(module)
 
 
 def _checked_patterns(patterns: Iterable[str] | None) -> frozenset[str]:

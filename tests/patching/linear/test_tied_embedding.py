@@ -183,7 +183,7 @@ def test_an_embedding_without_its_layer_makes_no_endless_chain() -> None:
     model, ids = made(), some_ids()
     patch_model(model)
     for _ in range(3 * tied_embedding._LONGEST):
-        model.embed(ids).sum().backward()
+        model.embed(ids)
     left = tied_embedding._aliases[id(model.embed)]
     assert left is not None and left.n_readers <= tied_embedding._LONGEST
 
@@ -216,12 +216,27 @@ def test_changes_after_patching(name: str, is_between: bool) -> None:
     assert_agree(run(model), run(theirs), 1e-6)
 
 
+def test_backward_drops_an_alias_that_no_layer_read() -> None:
+    model, ids = made(), some_ids()
+    patch_model(model)
+    model.embed(ids).sum().backward()
+    assert tied_embedding._aliases[id(model.embed)] is None
+
+
+def test_a_trace_after_a_call_of_the_embedding_alone() -> None:
+    model, ids = made(), some_ids()
+    patch_model(model)
+    model.embed(ids)
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(model, (ids,))(ids), model(ids))
+
+
 @pytest.mark.parametrize("is_patched", [True, False], ids=["patched", "unpatched again"])
 def test_a_matrix_that_grows_after_a_call_of_the_embedding_alone(is_patched: bool) -> None:
     """As resize_token_embeddings does it: the parameter stays, and its node of the graph must not."""
     model, ids = made(), some_ids()
     patch_model(model)
-    model.embed(ids).sum().backward()
+    model.embed(ids)
     if not is_patched:
         unpatch_model(model)
     weight = model.embed.weight

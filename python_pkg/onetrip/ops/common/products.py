@@ -15,13 +15,13 @@ from .backends import HALF
 from .tracing import have_storage, watched_as
 
 _IN_TORCH = hasattr(torch.ops.aten.addmm, "dtype_out") and hasattr(torch.ops.aten.mm, "dtype")
-_OF_FAKE_TENSORS = torch.__version__ >= "2.13"
-"""Whether such products can be counted where no GPU is: fake tensors have them."""
+_FAKE_TENSORS_WIDEN = torch.__version__ >= "2.13"
+"""Whether fake tensors can be added such a product, too: they count a step where no GPU is."""
 
 
 def widens(a: Tensor, dtype: torch.dtype, half: torch.dtype | None = None) -> bool:
     """Whether one operator multiplies a into dtype. half: dtype that a is cast to first."""
-    on_gpu = a.is_cuda or (_OF_FAKE_TENSORS and watched_as() == "cuda")
+    on_gpu = a.is_cuda or (_FAKE_TENSORS_WIDEN and watched_as() == "cuda")
     is_half_on_gpu = on_gpu and (a.dtype if half is None else half) in HALF
     return is_half_on_gpu and dtype == torch.float32 and _IN_TORCH and have_storage(a)
 

@@ -100,7 +100,7 @@ def is_recorded() -> bool:
     """Whether torch.jit.trace, torch.export or make_fx records a traced call. Their graphs may run where gradients are
     wanted, if none are now; torch.compile makes another graph then."""
     if torch.compiler.is_dynamo_compiling():
-        # The flag of is_exporting(), which is true in every compile before torch 2.13. torch 2.6 has none.
+        # The flag of is_exporting(), which is true in every compile up to torch 2.11. torch 2.6 has none.
         return getattr(torch.compiler, "_is_exporting_flag", False)
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

@@ -125,8 +125,8 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.has_cast = weight.dtype, not x.dtype == weight.dtype == cast.dtype
         if weight.dtype != cast.dtype:
-            uncast, weight = id(weight), weight.to(cast.dtype)
-            _casts[uncast] = weight
+            key, weight = id(weight), weight.to(cast.dtype)
+            _casts[key] = weight
         ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
         ctx.shape, ctx.readers, ctx.dropout, ctx.scale = x.shape, readers, dropout, scale
         readers.nodes.append(weakref.ref(ctx))
@@ -279,8 +279,8 @@ def multiplied(dense: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 _casts: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""id(weight) -> its last cast, as long as a graph keeps it. Weights have no weak references: torch.utils.swap_tensors
-raises where there are some."""
+"""id(weight) -> its last cast, as long as a graph keeps it. No weak reference to the weight: torch.utils.swap_tensors
+would raise."""
 
 
 def _widens_gradient(x: Tensor, weight: Tensor) -> bool:

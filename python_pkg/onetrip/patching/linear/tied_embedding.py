@@ -48,6 +48,9 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         dy, later = grads
+        for embedding, found in list(_aliases.items()):
+            if found is not None and found.tensor.grad_fn is ctx:
+                _aliases[embedding] = None
         if dy is None:
             return later, None, None
         if ctx.ids._version != ctx.version:
@@ -106,8 +109,8 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.dtype
 
 
-def forget(module: nn.Module) -> None:
-    """Let go of the alias that an embedding left, where no output layer has followed.
+def drop_alias(module: nn.Module) -> None:
+    """Drop the alias that an embedding left, where no output layer and no backward has followed.
 
     The alias keeps the matrix's node of the graph, which expects gradients of the shape that the matrix had at first.
     """
@@ -120,7 +123,7 @@ def embedded(module: Any, ids: Any) -> Tensor:
     if calls.is_followed():
         return nn.Embedding.forward(module, ids)
     if not _is_fusable(module, ids):
-        forget(module)
+        drop_alias(module)
         return nn.Embedding.forward(module, ids)
     weight = module.weight
     before = _take(weight)
@@ -156,7 +159,7 @@ def _is_fusable(module: Any, ids: Any) -> bool:
 def weight_of(head: Any) -> Tensor:
     """The matrix of an output layer, by the alias that an embedding left for it. To be read once."""
     weight: Tensor = head.weight
-    if torch.compiler.is_compiling() or not _aliases or not calls.is_plain(head, nn.Linear):
+    if calls.is_followed() or not _aliases or not calls.is_plain(head, nn.Linear):
         return weight
     found = _take(weight)
     return weight if found is None else found.tensor
