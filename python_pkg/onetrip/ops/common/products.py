@@ -21,9 +21,10 @@ _FAKE_TENSORS_WIDEN = torch.__version__ >= "2.13"
 
 def widens(a: Tensor, dtype: torch.dtype, half: torch.dtype | None = None) -> bool:
     """Whether one operator multiplies a into dtype. half: dtype that a is cast to first."""
-    on_gpu = a.is_cuda or (_FAKE_TENSORS_WIDEN and watched_as() == "cuda")
-    is_half_on_gpu = on_gpu and (a.dtype if half is None else half) in HALF
-    return is_half_on_gpu and dtype == torch.float32 and _IN_TORCH and have_storage(a)
+    is_half = (a.dtype if half is None else half) in HALF
+    if not (_IN_TORCH and is_half and dtype == torch.float32 and have_storage(a)):
+        return False
+    return a.is_cuda or (_FAKE_TENSORS_WIDEN and watched_as() == "cuda")
 
 
 def widens_now(a: Tensor, dtype: torch.dtype) -> bool:
